@@ -24,6 +24,7 @@ from tests.support.freed_memory import give_back
 
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
+    from tests.support.private_redis import ReusedRedis
 
 # Every run draws the same examples and none is too slow on a busy machine; `make fuzz` draws others.
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -79,6 +80,7 @@ WAITING = ("tests/integration/", "tests/distributed/", "tests/lab/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {
     "one service": ("integration/one_service/",),
+    "one tenancy": ("integration/one_tenancy/",),
     "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes", "lab/test_service_of_two_nodes"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_gguf_checkpoints",
@@ -127,6 +129,16 @@ class ByFile(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def reused_redis() -> Iterator["ReusedRedis"]:
+    """A private Redis for each test that asks for an empty one."""
+    from tests.support.private_redis import ReusedRedis
+
+    reused = ReusedRedis()
+    yield reused
+    reused.close()
 
 
 @pytest.fixture(scope="session")

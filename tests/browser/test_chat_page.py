@@ -1,5 +1,5 @@
 """The page at / in a browser, over a gateway whose model says what the test wants. With a real service:
-tests/integration/test_multi_tenancy_page.py."""
+tests/integration/one_tenancy/test_multi_tenancy_page.py."""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""Two groups that serve adapters: listed at start, loaded, switched, watched, pinned and removed while requests run."""
+"""Two groups of two stages that serve adapters: listed at start, loaded, switched, watched, pinned and removed while
+requests run; and no request is lost when a rank dies while it brings one. All requests go through Ray's object store
+here, as those do that are larger than a message may be.
+"""
 
 import asyncio
 import json
@@ -22,9 +25,12 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tests.support.ends import end_by_a_signal_to_all
+from tests.support.failover.kinds import KINDS
+from tests.support.failover.rank_faults import RankFaults
+from tests.support.failover.scene import TEST_S, Scene, failover_service
 from tests.support.metric_names import not_served
 from tests.support.plain_http import plain_http
-from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
+from tests.support.service import BIN, Service, free_port, is_alive, wait_for
 from tests.support.varied_adapters import save_varied, zipf
 from tests.support.verbs import run_verb_of
 
@@ -43,18 +49,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def lora_service(folders: tuple[Path, Path]) -> Iterator[Service]:
+def faulty(folders: tuple[Path, Path]) -> Iterator[tuple[Service, RankFaults]]:
+    """The service of tests of failover, whose answers are exact wherever they run, with more blocks."""
     root, watch = folders
-    modules = ("--lora-modules", f"pirate={ADAPTERS / 'pirate'}", "--lora-modules", f"shout={ADAPTERS / 'shout'}")
-    places = ("--lora-root", str(root), "--lora-watch-dir", str(watch))
-    small = ("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512", "--max-loras", "2")
-    with tandem_serve("demo", "-dp", "2", "--enable-lora", *modules, *places, *small) as running:
+    more = ("--lora-modules", f"shout={ADAPTERS / 'shout'}", "--lora-watch-dir", str(watch))
+    room = ("--num-gpu-blocks-override", "512")
+    with failover_service(root, "-pp", "2", *more, *room, most_by_value=0) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
+def lora_service(faulty: tuple[Service, RankFaults]) -> Service:
+    return faulty[0]
+
+
+@pytest.fixture(scope="module")
 def offline() -> Iterator[LLM]:
-    with LLM("demo", dtype="float32", device="cpu", enable_lora=True) as llm:
+    with LLM("demo", dtype="bfloat16", batch_invariant=True, device="cpu", enable_lora=True) as llm:
         yield llm
 
 
@@ -298,19 +309,31 @@ def test_an_emptied_redis_and_none_at_all_cost_no_adapter(lora_service: Service,
 
 def test_a_group_that_is_replaced_serves_an_adapter_on_first_request(lora_service: Service, offline: LLM) -> None:
     ranks = lora_service.titled("tandem rank")
-    assert len(ranks) == 2
+    assert len(ranks) == 4
     old = {rank.pid for rank in ranks}
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
 
     def are_new() -> bool:
         now = {p.pid for p in lora_service.titled("tandem rank") if is_alive(p)}
-        return len(now) == 2 and not now & old and lora_service.get("/readyz").status_code == 200
+        return len(now) == 4 and not now & old and lora_service.get("/readyz").status_code == 200
 
     wait_for(are_new, 180, "both groups are replaced")
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda i: text_of(chat(lora_service, "pirate", QUESTIONS[i])), range(4)))
     assert answers == wanted(offline, "pirate")
+
+
+@pytest.mark.timeout(TEST_S)
+def test_no_request_is_lost_when_a_rank_dies_that_brings_its_adapter(
+    faulty: tuple[Service, RankFaults], folders: tuple[Path, Path]
+) -> None:
+    """The last stage, at that very point; the others go on, and a new group takes its place. test_failover_ranks.py and
+    test_failover_pairs.py have other deaths."""
+    service, _ = faulty
+    print(Scene(*faulty, folders[0]).play(KINDS["LoRA"], "last stage", "adapter load"))
+    (fresh,) = [name for name in names(service) if name.startswith("fresh-")]
+    assert unload(service, fresh).status_code == 200
 
 
 def test_a_tenants_adapter_is_there_for_that_tenant_only(lora_service: Service, offline: LLM) -> None:

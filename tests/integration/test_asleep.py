@@ -1,10 +1,12 @@
-"""A service without a group: it is ready, holds requests while the first one brings a group, and sleeps again.
+"""A service without a group: it is ready, holds requests while the first one brings a group, and sleeps again; of many
+requests it gets another group. Its last test kills its launcher.
 
-`make bench-scaling` has more groups, and streams of a minute over each end of one.
+`make bench-scaling` has more groups, and streams of a minute over each end of one; test_life_cycle.py, in `make chaos`,
+Serve's own policy.
 """
 
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from tests.support.autoscaling_page import scaled_configs
+from tests.support.ends import end_by_a_killed_launcher
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
 from tests.support.stream import Stream
@@ -20,46 +23,84 @@ from tests.support.verbs import run_verb_of
 pytestmark = pytest.mark.cluster
 ASLEEP = {"status": "ok", "asleep": True}
 SOON = {
+    "max_replicas": 2,
     "look_back_period_s": 2,
     "metrics_interval_s": 0.5,
+    "upscale_delay_s": 0.5,
     "downscale_delay_s": 0,
     "downscale_to_zero_delay_s": 1,
+    "policy": {
+        "policy_function": "tandem.cluster.scaling.scaling_policy:GroupScaling",
+        "policy_kwargs": {"kv_high": 0.5},
+    },
 }
+SMALL = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 512, "num_gpu_blocks_override": 64}
+"""Four requests of 400 tokens have more than half of the blocks."""
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
 
 
-def test_a_service_wakes_for_a_request_and_sleeps_again(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The file of docs/serving/autoscaling.md, with shorter delays."""
     (config,) = (config for config in scaled_configs() if "model" in config)
     config["autoscaling_config"] |= SOON
-    file = tmp_path / "scaled.yaml"
-    file.write_text(yaml.safe_dump(config | {"device": "cpu", "max_num_seqs": 4, "sse_keep_alive_interval": 1}))
-    with tandem_serve("--config", str(file)) as service:
-        wait_for(lambda: "serving demo with 0 groups, up to 3 on" in service.output, 10, "the start's last line")
-        assert "starting the gateway and no group until a request comes ..." in service.output
-        assert service.get("/readyz").json() == ASLEEP
-        assert [service.get(path).status_code for path in ("/", "/docs", "/v1/models")] == [200, 200, 200]
-        assert service.get("/admin/groups").json()["data"] == []
-        lines = Stream(service, ASKED).join()
-        assert lines[0] == ": keep-alive" and lines[-1] == "data: [DONE]" and "error" not in "".join(lines), lines
-        assert service.get("/readyz").json() in ({"status": "ok"}, ASLEEP)
-        sleeps_again(service)
-        shown = wait_for(lambda: said(service, "groups wanted 0: idle"), 10, "status says why")
-        assert "  group " not in shown
-        answers: list[int] = []
-        held = threading.Thread(target=lambda: answers.append(service.post("/v1/completions", ASKED).status_code))
-        held.start()
-        load = wait_for(lambda: held_load(service), 10, "it is held")
-        held.join(60)
-        assert "request held, and no group runs" in load["why"] and answers == [200]
-        sleeps_again(service)
-        asked_and_left(service)
-        assert "did not start" not in service.output and "Traceback" not in service.output
+    file = tmp_path_factory.mktemp("scaled") / "scaled.yaml"
+    file.write_text(yaml.safe_dump(config | SMALL | {"sse_keep_alive_interval": 1}))
+    with tandem_serve("--config", str(file)) as running:
+        yield running
 
 
-def sleeps_again(service: Service) -> None:
+def test_a_service_wakes_for_a_request_and_sleeps_again(service: Service) -> None:
+    wait_for(lambda: "serving demo with 0 groups, up to 2 on" in service.output, 10, "the start's last line")
+    assert "starting the gateway and no group until a request comes ..." in service.output
+    assert service.get("/readyz").json() == ASLEEP
+    assert [service.get(path).status_code for path in ("/", "/docs", "/v1/models")] == [200, 200, 200]
+    assert service.get("/admin/groups").json()["data"] == []
+    stream = Stream(service, ASKED)
+    load = wait_for(lambda: held_load(service), 10, "it is held")
+    lines = stream.join()
+    assert "request held, and no group runs" in load["why"]
+    assert lines[0] == ": keep-alive" and lines[-1] == "data: [DONE]" and "error" not in "".join(lines), lines
+    assert service.get("/readyz").json() in ({"status": "ok"}, ASLEEP)
     wait_for(lambda: groups(service) == 0, 30, f"it sleeps: {service.get('/load').text}")
     assert service.get("/readyz").json() == ASLEEP
+    shown = wait_for(lambda: said(service, "groups wanted 0: idle"), 10, "status says why")
+    assert "  group " not in shown
+
+
+def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(service: Service) -> None:
+    """And nobody is waited for."""
+    with pytest.raises(httpx.ReadTimeout):
+        plain_http.post(service.url + "/v1/completions", json=ASKED, timeout=0.5)
+    wait_for(lambda: service.metric("gateway_requests_open") == 0, 10, "the request is over")
+    assert service.get("/load").json()["requests_in_this_gateway"] == 0
+    assert service.get("/load").json()["requests_held"] == 0
+
+
+def test_groups_follow_the_load(service: Service) -> None:
+    done = threading.Event()
+    statuses: list[int] = []
+
+    def keep_asking() -> None:
+        while not done.is_set():
+            statuses.append(service.post("/v1/completions", {**ASKED, "max_tokens": 400}).status_code)
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: groups(service) == 2, 60, f"a second group: {service.output}")
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    wait_for(lambda: groups(service) < 2, 60, "back to fewer")
+    assert set(statuses) == {200}, "no request failed on the way up or down"
+    assert "did not start" not in service.output and "Traceback" not in service.output
+
+
+def test_a_killed_launcher_takes_all_with_it_and_everything_is_named(service: Service) -> None:
+    end_by_a_killed_launcher(service)
 
 
 def held_load(service: Service) -> dict[str, Any]:
@@ -74,12 +115,3 @@ def groups(service: Service) -> int:
 def said(service: Service, words: str) -> str:
     output = run_verb_of(service.temp, "status").stdout
     return output if words in output else ""
-
-
-def asked_and_left(service: Service) -> None:
-    """A client that hangs up while its request is held: nothing of it is left, and nobody is waited for."""
-    with pytest.raises(httpx.ReadTimeout):
-        plain_http.post(service.url + "/v1/completions", json=ASKED, timeout=0.5)
-    wait_for(lambda: service.metric("gateway_requests_open") == 0, 10, "the request is over")
-    assert service.get("/load").json()["requests_in_this_gateway"] == 0
-    assert service.get("/load").json()["requests_held"] == 0

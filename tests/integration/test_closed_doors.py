@@ -1,88 +1,16 @@
-"""Services that ask for keys: TLS on the port, secrets by reference, and no secret in any line that a service logs; and
-services that are refused because they ask others for too little."""
+"""Services that are refused because they ask others for too little. test_two_gateways.py has one that asks for keys."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
-
 from tandem.cluster.cli.client.running_service import with_redis
-from tandem.cluster.gateway.http.tls import client_context
-from tests.support.certificates import Authority
-from tests.support.doors import ADMIN, API, METRICS, PASSWORD, SENT, ask_with_keys, assert_unsaid, logs_in
+from tests.support.doors import PASSWORD, logs_in
 from tests.support.private_redis import private_redis
 from tests.support.ray_head import ray_head, short_folder
-from tests.support.service import BIN, Service, free_port, run_tandem, wait_for
-from tests.support.verbs import run_verb_of
-
-SMALL = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8")
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-def test_a_service_with_tls_and_keys_by_reference(authority: Authority, tmp_path: Path) -> None:
-    issued = authority.issue("tandem.example")
-    (tmp_path / "keys").write_text(f"{API}\n")
-    with private_redis(("127.0.0.1", free_port(), PASSWORD)) as redis:
-        port = free_port()
-        doors = ("--ssl-certfile", issued.certfile, "--ssl-keyfile", issued.keyfile, "--redis-url", "env:REDIS_AT")
-        keys = (
-            "--api-key",
-            f"file:{tmp_path / 'keys'}",
-            "--admin-api-key",
-            "env:ROOT",
-            "--metrics-api-key",
-            "env:SCRAPE",
-        )
-        lines = ("--enable-log-requests", "--log-level", "debug")
-        command = [str(BIN / "tandem"), "serve", "demo", *SMALL, *doors, *keys, *lines, "--port", str(port)]
-        env = {"REDIS_AT": redis.url, "ROOT": ADMIN, "SCRAPE": METRICS}
-        service = Service(command, port, env=env)
-        service.url = f"https://127.0.0.1:{port}"
-        context = client_context(Path(issued.certfile).read_text())
-
-        def serves() -> bool:
-            assert service.process.poll() is None, service.output
-            return f"on {service.url}/v1" in service.output
-
-        try:
-            wait_for(serves, 120, "serving")
-            service.descendants()
-            with httpx.Client(base_url=service.url, verify=context, timeout=60) as client:
-                ask_with_keys(client)
-            shown = run_verb_of(service.temp, "status")
-            assert service.url in shown.stdout, shown
-            for url in ((), ("--url", f"https://localhost:{port}")):
-                asked = ("Once", *url, "--max-tokens", "4", "--api-key", f"file:{tmp_path / 'keys'}")
-                done = run_verb_of(service.temp, "complete", *asked)
-                assert done.returncode == 0 and done.stdout.strip(), done
-            assert_unsaid(service, (API, ADMIN, METRICS, SENT, PASSWORD))
-            asked = "".join(text for name, text in service.log_files().items() if name.startswith("requests-"))
-            assert "code=invalid_api_key" in asked and '"GET /metrics HTTP/1.1" 401' in asked
-            commands = [" ".join(process.cmdline()) for process in service.descendants()]
-            assert not [line for line in commands if API in line or ADMIN in line or PASSWORD in line]
-            assert service.stop() == 0, service.output
-            assert API not in service.output and PASSWORD not in service.output
-            service.check_gone()
-        finally:
-            service.clean()
-
-
-def test_certificates_that_do_not_fit_end_the_start_before_anything_runs(authority: Authority, tmp_path: Path) -> None:
-    one, other = authority.issue("one"), authority.issue("other")
-    done = run_tandem("serve", "demo", "--ssl-certfile", one.certfile, "--ssl-keyfile", other.keyfile, temp=tmp_path)
-    assert done.returncode == 2 and "--ssl-keyfile" in done.stderr, done
-    assert "is not the key of the certificate" in done.stderr
-    assert "starting" not in done.stdout + done.stderr
-
+from tests.support.service import free_port, wait_for
 
 OPEN: dict[str, Any] = {
     "model_loading_config": {"model_id": "demo", "model_source": "demo"},

@@ -1,7 +1,7 @@
 """No request is lost when processes die: each phase at least once, with real processes, and the requests that take most
-with them: a grammar, an adapter, random numbers with counts. The point of each death is exact. `make chaos` has the
-other deaths and covers all pairs (test_failover_pairs.py); tests/unit/cluster/group/test_failover.py has, without
-processes, the kinds whose paths differ in the gateway alone.
+with them: a grammar, random numbers with counts; test_adapters.py has an adapter. The point of each death is exact.
+test_failover_pairs.py covers all pairs; tests/unit/cluster/group/test_failover.py has, without processes, the kinds
+whose paths differ in the gateway alone.
 
 One service for all of them, with two stages a group: the rank that dies is the last stage. one_service/ and
 test_frozen_group.py lose ranks of TP. All requests go through Ray's object store here, as those do that are larger than
@@ -33,11 +33,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     ("kind", "death", "phase"),
     [
         (STRUCTURED, "last stage", "decode"),
-        (KINDS["LoRA"], "last stage", "adapter load"),
         (COUNTED, "coordinator", "KV copy"),
-        pytest.param(KINDS["n = 4"], "rank 0", "prefill", marks=pytest.mark.chaos),
-        pytest.param(KINDS["unseeded"], "drain", "decode", marks=pytest.mark.chaos),
-        pytest.param(KINDS["non-streaming"], "out of memory", "decode", marks=pytest.mark.chaos),
+        (KINDS["n = 4"], "rank 0", "prefill"),
+        (KINDS["unseeded"], "drain", "decode"),
+        (KINDS["non-streaming"], "out of memory", "decode"),
     ],
     ids=lambda value: value.name if isinstance(value, Kind) else value,
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,11 @@ class Deployed:
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         env |= {**DEAD_PROXIES, "no_proxy": "127.0.0.1"}  # which `serve deploy` itself needs
         self.service = Service([str(BIN / "serve"), "run", str(self._file)], port, env=env)
+
+    @cached_property
+    def rest(self) -> Rest:
+        """The REST API of its Ray, which stays the same."""
+        return Rest(look_inside(self.service)[2], self.token)
 
     def redeploy(self, rest: Rest, log_level: str, **engine: Any) -> None:
         """`serve deploy` with other settings, which does not wait for the new version."""
@@ -238,7 +244,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(d
         ask_with_keys(client)
         keys = make_tenants(client)
         channels, passwords, dashboard = look_inside(service)
-        rest = Rest(dashboard, deployed.token)
+        deployed.rest = rest = Rest(dashboard, deployed.token)
         assert channels and all(len(secret) == 64 for secret in channels)
         assert len(passwords) == 1, "the private Redis's"
         secrets = {API, ADMIN, METRICS, SENT, deployed.token, *keys, *channels, *passwords}
@@ -259,8 +265,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(d
 def test_numbers_change_without_a_restart(deployed: Deployed) -> None:
     """The number of groups, and what gateways read for each request; what needs a restart is refused by name."""
     service = deployed.service
-    _, _, dashboard = look_inside(service)
-    rest, before, (old,) = Rest(dashboard, deployed.token), deployed.replicas(), deployed.groups()
+    rest, before, (old,) = deployed.rest, deployed.replicas(), deployed.groups()
 
     def status_of_logprobs() -> int:
         answer = service.post("/v1/completions", {**ASKED, "logprobs": 5}, headers=bearer(API))

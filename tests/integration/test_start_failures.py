@@ -6,12 +6,17 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
 
+from tandem.cluster.process.reaper import StatusPipe
+from tandem.cluster.service.launcher import Launcher
 from tandem.configs.environment import short_temp_folder
+from tests.support.certificates import Authority
 from tests.support.service import DEMO, free_port, run_tandem
 from tests.support.verbs import run_verb_here
 
@@ -42,8 +47,15 @@ def refused(*arguments: str) -> str:
     return said_by(run_verb_here("serve", *arguments, "--port", str(free_port())))
 
 
+def refused_by_a_check(*arguments: str) -> str:
+    """The same where the launcher has to look at the model and the machine, up to its last check."""
+    log, run = patch("tandem.cluster.cli.verbs.serve.open_log_of_run"), patch.object(Launcher, "run", Launcher._check)
+    with log, run:
+        return said_by(run_verb_here("serve", *arguments, "--port", str(free_port()), split=partial(Mock, StatusPipe)))
+
+
 def refused_by_the_launcher(*arguments: str) -> str:
-    """The same of a launcher, a process that has looked at the model and the machine; nothing of it stays."""
+    """The same of a launcher, which is a process; nothing of it stays."""
     port = () if "--port" in arguments else ("--port", str(free_port()))
     with tempfile.TemporaryDirectory(prefix="tt-", dir=short_temp_folder()) as temp:
         done = run_tandem("serve", *arguments, *port, temp=Path(temp))
@@ -69,7 +81,7 @@ def test_a_missing_folder() -> None:
 
 
 def test_an_unsupported_architecture(strange_model: Path) -> None:
-    text = one_line(refused_by_the_launcher(str(strange_model)))
+    text = one_line(refused_by_a_check(str(strange_model)))
     assert "StrangeForCausalLM" in text and "MODEL" in text
 
 
@@ -80,17 +92,17 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_a_broken_chat_template(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% if messages %}{{ messages }")
-    text = one_line(refused_by_the_launcher(str(folder)))
+    text = one_line(refused_by_a_check(str(folder)))
     assert "--chat-template: chat template (chat_template.jinja): unexpected '}'" in text and "gateway" not in text
 
 
 def test_tensor_parallel_that_does_not_divide() -> None:
-    text = one_line(refused_by_the_launcher("demo", "-tp", "7"))
+    text = one_line(refused_by_a_check("demo", "-tp", "7"))
     assert "--tensor-parallel-size" in text and "7" in text and "heads" in text
 
 
 def test_more_stages_than_layers() -> None:
-    assert "--pipeline-parallel-size" in one_line(refused_by_the_launcher("demo", "-pp", "99"))
+    assert "--pipeline-parallel-size" in one_line(refused_by_a_check("demo", "-pp", "99"))
 
 
 def test_a_busy_port(busy_port: int) -> None:
@@ -99,17 +111,24 @@ def test_a_busy_port(busy_port: int) -> None:
 
 
 def test_an_unreachable_redis() -> None:
-    text = one_line(refused_by_the_launcher("demo", "--redis-url", "redis://:hush@127.0.0.1:1/0"))
+    text = one_line(refused_by_a_check("demo", "--redis-url", "redis://:hush@127.0.0.1:1/0"))
     assert "--redis-url" in text and "127.0.0.1:1" in text and "hush" not in text
 
 
 def test_a_context_beyond_the_models() -> None:
-    assert "--max-model-len" in one_line(refused_by_the_launcher("demo", "--max-model-len", "10000000"))
+    assert "--max-model-len" in one_line(refused_by_a_check("demo", "--max-model-len", "10000000"))
 
 
 def test_more_kv_than_memory() -> None:
-    text = one_line(refused_by_the_launcher("demo", "--kv-cache-memory-bytes", "900T", "--device", "cpu"))
+    text = one_line(refused_by_a_check("demo", "--kv-cache-memory-bytes", "900T", "--device", "cpu"))
     assert "--kv-cache-memory-bytes" in text and "GiB" in text
+
+
+def test_certificates_that_do_not_fit(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    text = one_line(refused_by_a_check("demo", "--ssl-certfile", one.certfile, "--ssl-keyfile", other.keyfile))
+    assert "--ssl-keyfile" in text and "is not the key of the certificate" in text
 
 
 def test_code_in_the_model_folder(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 from tests.support.plain_http import plain_http
 from tests.support.service import BIN, REPOSITORY, Service, free_port, wait_for
+from tests.support.verbs import run_verb_of
 
 PASTED = [
     ("README.md", "2 + 3 = 5"),
@@ -95,10 +95,11 @@ def test_the_command_with_a_tool(vllm_named: Service) -> None:
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
 
 
-def test_the_example_with_a_tool(vllm_named: Service) -> None:
+def test_the_example_with_a_tool(vllm_named: Service, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", pasted("docs/serving/tool-calling.md", vllm_named), re.DOTALL)
     example = next(block for block in blocks if "tool_calls" in block)
-    call, answer = run([sys.executable, "-c", example]).splitlines()
+    exec(example, {})
+    call, answer = capsys.readouterr().out.splitlines()
     assert call == "get_weather {'city': 'Paris'}"
     assert "sunny" in answer
 
@@ -167,10 +168,11 @@ def test_thinking_ends_by_its_budget_and_the_form_begins_behind_it(vllm_named: S
     jsonschema.validate(json.loads(message["content"]), schema)
 
 
-def test_the_openai_example(vllm_named: Service) -> None:
+def test_the_openai_example(vllm_named: Service, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", pasted("README.md", vllm_named), re.DOTALL)
     example = next(block for block in blocks if "from openai" in block)
-    assert run([sys.executable, "-c", example]) == "1, 2, 3, 4, 5, 6, 7, 8, 9"
+    exec(example, {})
+    assert capsys.readouterr().out == "1, 2, 3, 4, 5, 6, 7, 8, 9"
 
 
 def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +182,7 @@ def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: py
     commands = re.findall(r"^    .venv/bin/tandem (bench serve .*)$", pasted("docs/benchmarking.md", vllm_named), re.M)
     assert len(commands) == 3
     for command, count in zip(commands, (20, 20, 3), strict=True):
-        done = tandem(vllm_named, *shlex.split(command), "--url", vllm_named.url)
+        done = run_verb_of(vllm_named.temp, *shlex.split(command), "--url", vllm_named.url)
         assert done.returncode == 0, done.stderr
         assert f"Successful requests:                     {count} " in done.stdout
     (found,) = Path("out/bench").glob("openai-20qps-demo-*.json")
@@ -190,9 +192,9 @@ def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: py
 def test_top_in_a_pipe_and_as_json(vllm_named: Service) -> None:
     page = (REPOSITORY / "docs/operations.md").read_text()
     once, as_json, _ = re.findall(r"^    .venv/bin/tandem (top .*?) *(?:#.*)?$", page, re.M)
-    shown = tandem(vllm_named, *shlex.split(once))
+    shown = run_verb_of(vllm_named.temp, *shlex.split(once))
     assert shown.returncode == 0 and re.search(r"^\w+ +serving +0 +0 ", shown.stdout, re.M), shown
-    told = tandem(vllm_named, *shlex.split(as_json), "--url", vllm_named.url)
+    told = run_verb_of(vllm_named.temp, *shlex.split(as_json), "--url", vllm_named.url)
     found = json.loads(told.stdout)
     assert found["generation_tokens_per_s"] == 0 and [group["state"] for group in found["groups"]] == ["serving"]
 

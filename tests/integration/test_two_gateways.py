@@ -1,21 +1,29 @@
-"""Two gateways on one port: work, counts and limits are shared, one that dies takes only its own clients with it."""
+"""Two gateways on one port: work, counts and limits are shared, one that dies takes only its own clients with it. The
+port has TLS, secrets come by reference, and none of them is in any line that the service logs.
+"""
 
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.cluster.gateway.http.tls import client_context
+from tests.support.certificates import Authority, Issued
+from tests.support.doors import ADMIN as ROOT
+from tests.support.doors import API, METRICS, PASSWORD, SENT, ask_with_keys, assert_unsaid, bearer
 from tests.support.otlp_receiver import Receiver, over_http
 from tests.support.plain_http import plain_http
-from tests.support.service import Service, tandem_serve, wait_for
+from tests.support.private_redis import private_redis
+from tests.support.service import BIN, Service, free_port, wait_for
 from tests.support.verbs import run_verb_of
 
 pytestmark = pytest.mark.cluster
-ADMIN = {"authorization": "Bearer root"}
+ADMIN = bearer(ROOT)
 ASKED = {"model": "demo", "prompt": "The sun", "temperature": 0, "ignore_eos": True}
 TITLE = "ray::ServeReplica:tandem:tandem-gateway"
 
@@ -28,14 +36,40 @@ def collector() -> Iterator[tuple[Receiver, str]]:
 
 
 @pytest.fixture(scope="module")
-def service(collector: tuple[Receiver, str]) -> Iterator[Service]:
-    arguments = ("--device", "cpu", "--api-server-count", "2", "--admin-api-key", "root", "--shutdown-timeout", "60")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
+    return Authority(tmp_path_factory.mktemp("authority")).issue("tandem.example")
+
+
+@pytest.fixture(scope="module")
+def api_keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flag's value."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"{API}\n")
+    return f"file:{file}"
+
+
+@pytest.fixture(scope="module")
+def service(collector: tuple[Receiver, str], issued: Issued, api_keys: str) -> Iterator[Service]:
+    """Its Redis has a password."""
+    arguments = ("--device", "cpu", "--api-server-count", "2", "--shutdown-timeout", "60")
     patient = ("--redis-timeout-ms", "5000")  # whoever gives Redis up goes on with its own part of the limits
     traces = ("--otlp-traces-endpoint", collector[1])
+    doors = ("--ssl-certfile", issued.certfile, "--ssl-keyfile", issued.keyfile, "--redis-url", "env:REDIS_AT")
+    keys = ("--api-key", api_keys, "--admin-api-key", "env:ROOT", "--metrics-api-key", "env:SCRAPE")
+    lines = ("--enable-log-requests", "--log-level", "debug")
     env = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_TRACES_SAMPLER": "parentbased_always_off", "no_proxy": "127.0.0.1"}
-    with tandem_serve("demo", *arguments, *patient, *traces, env=env) as running:
-        wait_for(lambda: "serving demo" in running.output, 60, "both are ready")
-        yield running
+    with private_redis(("127.0.0.1", free_port(), PASSWORD)) as redis:
+        env |= {"REDIS_AT": redis.url, "ROOT": ROOT, "SCRAPE": METRICS}
+        port = free_port()
+        flags = (*arguments, *patient, *traces, *doors, *keys, *lines, "--port", str(port))
+        running = Service([str(BIN / "tandem"), "serve", "demo", *flags], port, env=env)
+        running.url = f"https://127.0.0.1:{port}"
+        try:
+            running.wait_ready()
+            wait_for(lambda: f"on {running.url}/v1" in running.output, 60, "both are ready")
+            yield running
+        finally:
+            running.clean()
 
 
 def gateway_of(service: Service, response: httpx.Response) -> int:
@@ -106,6 +140,22 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
         }
 
 
+def test_every_door_asks_for_its_key_and_no_secret_is_said(service: Service, issued: Issued, api_keys: str) -> None:
+    context = client_context(Path(issued.certfile).read_text())
+    with httpx.Client(base_url=service.url, verify=context, timeout=60) as client:
+        ask_with_keys(client)
+    shown = run_verb_of(service.temp, "status")
+    assert service.url in shown.stdout, shown
+    for url in ((), ("--url", f"https://localhost:{service.port}")):
+        done = run_verb_of(service.temp, "complete", "Once", *url, "--max-tokens", "4", "--api-key", api_keys)
+        assert done.returncode == 0 and done.stdout.strip(), done
+    assert_unsaid(service, (API, ROOT, METRICS, SENT, PASSWORD))
+    asked = "".join(text for name, text in service.log_files().items() if name.startswith("requests-"))
+    assert "code=invalid_api_key" in asked and '"GET /metrics HTTP/1.1" 401' in asked
+    commands = [" ".join(process.cmdline()) for process in service.descendants()]
+    assert not [line for line in commands if API in line or ROOT in line or PASSWORD in line]
+
+
 def test_any_gateway_explains_a_request(service: Service) -> None:
     """It knows its own at once, and asks the other for one that it has not had."""
     sent = {**ADMIN, "x-request-id": "slow-one"}
@@ -120,7 +170,7 @@ def test_any_gateway_explains_a_request(service: Service) -> None:
     asked = wait_for(asked_of_both, 30, "both find it")
     (attempt,) = asked[0].json()["prompts"][0]["attempts"]
     assert attempt["group"] and attempt["begun_s"] >= attempt["sent_s"]
-    shown = run_verb_of(service.temp, "explain", "slow-one", "--url", service.url, "--api-key", "root")
+    shown = run_verb_of(service.temp, "explain", "slow-one", "--url", service.url, "--api-key", ROOT)
     assert shown.returncode == 0, shown
     for words in ("request slow-one: length after", "until a group was there", "decode: 8 tokens", "most of it: "):
         assert words in shown.stdout, shown.stdout
@@ -141,7 +191,7 @@ def test_a_trace_goes_from_the_client_to_the_steps(service: Service, collector: 
     assert root.attributes["gen_ai.usage.completion_tokens"] == 8
     assert spans["decode"].attributes["tandem.steps"] >= 7 and attempt.attributes["tandem.group"]
     assert root.begin_s <= attempt.begin_s <= spans["decode"].end_s <= root.end_s + 0.5
-    shown = run_verb_of(service.temp, "explain", "traced", "--url", service.url, "--api-key", "root")
+    shown = run_verb_of(service.temp, "explain", "traced", "--url", service.url, "--api-key", ROOT)
     assert f"trace {trace}" in shown.stdout, shown
     assert not [span for span in collector[0].spans if span.trace_id != trace]
 
@@ -233,4 +283,6 @@ def test_the_end_waits_for_both(service: Service) -> None:
         service.interrupt()
         assert [usage_of(stream) for stream in streams.values()] == [8000, 8000]
     assert service.process.wait(30) == 0, service.output
+    assert any("ends, as its coordinator asked" in text for text in service.log_files().values())
+    assert_unsaid(service, (API, ROOT, METRICS, SENT, PASSWORD))
     service.check_gone()

@@ -3,6 +3,8 @@
 Random A and B, so that an adapter changes every layer it is on and two never agree.
 """
 
+import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
 from tandem.workers.engine.executor import Executor
 from tandem.workers.lora.peft.peft_folder import adapter_digest
@@ -22,6 +23,7 @@ from tandem.workers.messages.transfer import (
     TransferOp,
     TransferResult,
 )
+from tests.support.kept_files import digest_of, kept
 from tests.support.tiny_models import load_peer
 
 GPT2_LINEARS = ("c_attn", "c_proj", "c_fc")
@@ -59,12 +61,38 @@ def save_random_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """A PEFT folder as peft saves it. `size`: how much it moves a layer's output, about, over that output."""
+    """A PEFT folder as peft saves it. `size`: how much it moves a layer's output, about, over that output. Torch's
+    random numbers begin with the seed afterwards."""
+    facts = digest_of(base), rank, seed, modules, size, dtype, sorted(config.items())
+    made = kept(
+        f"adapter-{folder.name}", facts, __file__,
+        lambda new: _make(base, new, rank, seed, modules, size, dtype, config),
+    )  # fmt: skip
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    file = folder / "adapter_config.json"
+    told = json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}
+    file.write_text(json.dumps(told, indent=2, sort_keys=True))
     torch.manual_seed(seed)
-    given = LoraConfig(
-        r=rank, lora_alpha=config.pop("lora_alpha", rank), target_modules=list(modules), task_type="CAUSAL_LM", **config
+    return folder
+
+
+def _make(
+    base: Path,
+    folder: Path,
+    rank: int,
+    seed: int,
+    modules: Sequence[str],
+    size: float,
+    dtype: torch.dtype,
+    config: Mapping[str, Any],
+) -> None:
+    from peft import LoraConfig, get_peft_model  # takes seconds to load
+
+    torch.manual_seed(seed)
+    more = {"lora_alpha": rank, **config}
+    model = get_peft_model(
+        load_peer(base), LoraConfig(r=rank, target_modules=list(modules), task_type="CAUSAL_LM", **more)
     )
-    model = get_peft_model(load_peer(base), given)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -73,16 +101,19 @@ def save_random_adapter(
     has_tables = not {"embed_tokens", "lm_head"}.isdisjoint(modules)
     model.to(dtype).save_pretrained(folder, save_embedding_layers=has_tables)
     (folder / "README.md").unlink(missing_ok=True)
-    return folder
 
 
 def load_adapted_peer(base: Path, adapter: Path) -> torch.nn.Module:
     """peft's own model: the base with the adapter beside it, float32."""
+    from peft import PeftModel
+
     return PeftModel.from_pretrained(load_peer(base), adapter).eval()
 
 
 def save_merged(base: Path, adapter: Path, folder: Path) -> Path:
     """The checkpoint with the adapter's product added to its weights, float32."""
+    from peft import PeftModel
+
     PeftModel.from_pretrained(load_peer(base), adapter).merge_and_unload().save_pretrained(folder)
     return folder
 

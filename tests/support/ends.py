@@ -107,7 +107,7 @@ def end_by_a_drain(service: Service, headers: Mapping[str, str], timeout_s: int)
         assert (whole.result().status_code, "shutting down" in whole.result().text) == (503, True)
     assert service.process.wait(30) == 0
     service.check_gone()
-    lines = service.output.partition(f"{service.port}/v1")[2].splitlines()[1:]
+    lines = service.output.partition("tandem: stopping")[2].splitlines()
     said = [line for line in lines if " serve " not in line]  # Ray Serve says where a busy machine makes it wait
     assert len(said) == 3, said
     stopping, cut_off, stopped = said

@@ -3,9 +3,14 @@
 The interpreter has to be chosen before the kernels are imported, so a test starts pytest on its own file again.
 """
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +48,25 @@ def rowwise_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "np", Numpy())
 
 
+@cache
+def _server() -> "subprocess.Popen[str]":
+    """Of this process, with which it ends, as its input does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.interpreter_server"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+
+
 def run_in_interpreter(file: str, *arguments: str) -> None:
     """Runs a file's tests in the interpreter; all must pass, and some must run. arguments: more of pytest's."""
-    command = [sys.executable, "-m", "pytest", "-x", *arguments, file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.NamedTemporaryFile() as output:
+        server.stdin.write(json.dumps([["-x", *arguments, file], output.name]) + "\n")
+        server.stdin.flush()
+        if not select.select([server.stdout], [], [], LIMIT_S)[0]:
+            os.killpg(server.pid, signal.SIGKILL)
+            _server.cache_clear()
+        status, said = server.stdout.readline().strip(), Path(output.name).read_text(errors="replace")
+    assert status == "0", said
+    assert " passed" in said

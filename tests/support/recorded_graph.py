@@ -11,12 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.parallel.exchange.collectives import Collectives, Pending
@@ -54,13 +54,17 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         self.outputs: Any = None
         self.refused: Counter[str] = Counter()
         self.number = 0
-        self._calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
+        self._calls: list[tuple[Any, Sequence[Any], dict[str, Any], list[torch.Tensor]]] = []
         self._exchanged: list[tuple[int, ...]] = []
 
     def hold(self, call: Callable[[], object], shape: tuple[int, ...]) -> None:
         """Carries out an exchange in each replay, in its turn. shape: of what is exchanged."""
-        self._calls.append((call, (), {}, None))
+        self._calls.append((call, (), {}, []))
         self._exchanged.append(shape)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and the guard against that costs more than most operations
 
     @classmethod
     def capture(cls, body: Callable[[], Any], tolerated: frozenset[str] = frozenset()) -> "RecordedGraph":
@@ -89,8 +93,10 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         try:
             for func, args, kwargs, recorded in self._calls:
                 results = func(*args, **kwargs)
-                if recorded is not None and not func._schema.is_mutable:
-                    for old, new in zip(_tensors(recorded), _tensors(results), strict=True):
+                if len(recorded) == 1 and isinstance(results, torch.Tensor):
+                    recorded[0].copy_(results)
+                elif recorded:
+                    for old, new in zip(recorded, _tensors(results), strict=True):
                         old.copy_(new)
         finally:
             here.replay = None
@@ -101,8 +107,10 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         results = func(*args, **kwargs)
         if _is_refused(func, args, kwargs):
             self.refused[str(func)] += 1
-        elif func._schema.is_mutable or not (func in FRESH or _are_views(results, (args, kwargs))):
-            self._calls.append((func, args, kwargs, results))
+        elif _is_mutable(func):
+            self._calls.append((func, args, kwargs, []))
+        elif not (func in FRESH or _are_views(results, (args, kwargs))):
+            self._calls.append((func, args, kwargs, _tensors(results)))
         return results
 
 
@@ -220,12 +228,24 @@ def _watched() -> Iterator[None]:
                 _patch.undo()
 
 
-def _is_refused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a graph cannot hold this call."""
+@cache
+def _is_mutable(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@cache
+def _is_never_held(func: Any) -> bool:
+    """Returns whether a graph cannot hold any call of this operator."""
     if func is _aten.lift_fresh.default or torch.Tag.data_dependent_output in func.tags:
         return True
-    if any(not isinstance(returned.type, torch.TensorType | torch.ListType) for returned in func._schema.returns):
-        return True  # a number for the host
+    # a number for the host
+    return any(not isinstance(returned.type, torch.TensorType | torch.ListType) for returned in func._schema.returns)
+
+
+def _is_refused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a graph cannot hold this call."""
+    if _is_never_held(func):
+        return True
     if func in INDEXED:
         return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in args[1])
     if func in COPIES:
@@ -241,4 +261,7 @@ def _are_views(results: Any, arguments: Any) -> bool:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

@@ -5,14 +5,19 @@ Used by the parity tests, and by anything that needs a real checkpoint folder qu
 that logits differ clearly, biases and norms are random too, so that a forgotten one shows.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.kept_files import kept
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BASE: Mapping[str, Any] = {
     "vocab_size": 203,
@@ -218,7 +223,18 @@ STORED_BELOW: Mapping[str, float] = {"gemma": 1.0, "gemma2": 1.0, "gemma3_text":
 
 
 def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Makes the checkpoint in folder/name and returns that. transformers writes config.json, with its newest keys."""
+    """Saves the checkpoint in folder/name and returns that. Torch's random numbers begin with the seed afterwards."""
+    target = folder / tiny.name
+    made = kept(tiny.name, (tiny, seed, dtype), __file__, lambda new: _make(tiny, new, seed, dtype))
+    shutil.copytree(made, target, dirs_exist_ok=True)
+    torch.manual_seed(seed)
+    return target
+
+
+def _make(tiny: TinyModel, target: Path, seed: int, dtype: torch.dtype) -> None:
+    """transformers writes config.json, with its newest keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to load
+
     torch.manual_seed(seed)
     config = AutoConfig.for_model(tiny.model_type, **{**BASE, **tiny.changes})
     model = AutoModelForCausalLM.from_config(config)
@@ -233,9 +249,7 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.3)
-    target = folder / tiny.name
     model.to(dtype).save_pretrained(target, max_shard_size=tiny.max_shard_size)
-    return target
 
 
 def made_once(root: Path) -> Callable[[str], Path]:
@@ -258,8 +272,10 @@ def greedy_after(peer: Any, ids: list[int], told: list[int]) -> list[int]:
     return logits_TV[len(ids) - 1 : -1].argmax(-1).tolist()  # type: ignore[no-any-return]
 
 
-def load_peer(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_peer(folder: Path, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """transformers' own model of a checkpoint, with its plainest attention and experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     has_alibi_twice = getattr(AutoConfig.from_pretrained(folder), "alibi", False)  # Falcon's plainest attention
     kind = "sdpa" if has_alibi_twice else "eager"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=kind)

@@ -4,19 +4,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from functools import cache
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import typer
+import typer.testing
 
 from tandem.cluster.cli import main
 from tandem.cluster.process import supervisor
 
-BUILD = main.build_app
+BUILD = cache(main.build_app)
+typer.testing._get_command = cache(typer.main.get_command)  # of one app, typer's runner makes it at each call
 
 
 @cache
@@ -24,15 +27,25 @@ def _command() -> Any:
     return typer.main.get_command(BUILD())
 
 
+def invoked(arguments: Sequence[str], **given: Any) -> typer.testing.Result:
+    """What typer's runner says of `tandem ARGUMENTS`, whose command line is made once. given: more for the runner."""
+    return typer.testing.CliRunner().invoke(BUILD(), arguments, **given)
+
+
 def built_once() -> AbstractContextManager[Any]:
     """Calls of run_verb() share one command line: typer takes a quarter of a CPU second to make it."""
     return patch.object(main, "build_app", _command)
 
 
-def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`tandem ARGUMENTS` with its status and output; it must not begin to start a service."""
+def _no_start() -> NoReturn:
+    raise AssertionError("it begins to start a service")
+
+
+def run_verb_here(*arguments: str, split: Callable[[], object] = _no_start) -> subprocess.CompletedProcess[str]:
+    """`tandem ARGUMENTS` with its status and output; it must not begin to start a service. split: what makes the
+    launcher's process otherwise."""
     output, errors = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))  # some verbs write bytes
-    started = patch.object(supervisor, "split", side_effect=AssertionError("it begins to start a service"))
+    started = patch.object(supervisor, "split", split)
     argv = patch.object(sys, "argv", ["tandem", *arguments])
     with redirect_stdout(output), redirect_stderr(errors), argv, started, built_once():
         try:

@@ -303,9 +303,11 @@ class Scene:
 
 
 @contextmanager
-def failover_scene(root: Path, *arguments: str, most_by_value: int | None = None) -> Iterator[Scene]:
-    """A service of the demo model with two groups, adapters and KV offload. root: for adapters. most_by_value: see
-    RankFaults."""
+def failover_service(
+    root: Path, *arguments: str, most_by_value: int | None = None
+) -> Iterator[tuple[Service, RankFaults]]:
+    """A service of the demo model with two groups, adapters and KV offload, and its faults; the block ends it. root:
+    for adapters. most_by_value: see RankFaults."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         faults = RankFaults(Path(folder), most_by_value)
         port = free_port()
@@ -315,13 +317,20 @@ def failover_scene(root: Path, *arguments: str, most_by_value: int | None = None
         try:
             service.wait_ready(HEAL_S)
             wait_for(lambda: "serving demo" in service.output, HEAL_S, "both groups are ready")
-            yield Scene(service, faults, root)
-            faults.release()
-            assert service.stop() == 0, service.output
-            service.check_gone()
+            yield service, faults
         finally:
             faults.release()
             service.clean()
+
+
+@contextmanager
+def failover_scene(root: Path, *arguments: str, most_by_value: int | None = None) -> Iterator[Scene]:
+    """A scene in such a service, which Ctrl-C ends."""
+    with failover_service(root, *arguments, most_by_value=most_by_value) as (service, faults):
+        yield Scene(service, faults, root)
+        faults.release()
+        assert service.stop() == 0, service.output
+        service.check_gone()
 
 
 def _lives(pid: int) -> bool:

@@ -6,16 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry, BaseFacts
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.store import TenantStore
 from tandem.configs.errors import SettingsError
+from tests.support.verbs import invoked
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIRATE, SHOUT = (str(DEMO / "adapters" / name) for name in ("pirate", "shout"))
@@ -51,7 +51,7 @@ def listed(url: str) -> dict[str, AdapterEntry]:
 
 
 def tandem(url: str, *arguments: str) -> Result:
-    return CliRunner().invoke(build_app(), ["adapters", *arguments, "--redis-url", url, "--model", "demo"])
+    return invoked(["adapters", *arguments, "--redis-url", url, "--model", "demo"])
 
 
 def test_an_adapter_comes_is_pinned_and_goes(url: str) -> None:
@@ -152,7 +152,7 @@ def test_a_tenant_goes_after_its_adapters_beside_every_model(url: str) -> None:
         await redis.close()
 
     asyncio.run(list_elsewhere(after=AdapterEntry(name="far", digest="a" * 64, source="/a", tenant="acme")))
-    tenants = partial(CliRunner().invoke, build_app(), ["tenants", "rm", "acme", "--redis-url", url])
+    tenants = partial(invoked, ["tenants", "rm", "acme", "--redis-url", url])
     assert tandem(url, "add", "one", PIRATE, "--tenant", "acme").exit_code == 0
     assert tandem(url, "add", "two", SHOUT).exit_code == 0
     assert "'acme' has adapters; remove them first: far, one." in str(tenants().exception)
@@ -163,5 +163,5 @@ def test_a_tenant_goes_after_its_adapters_beside_every_model(url: str) -> None:
 
 
 def test_a_redis_that_served_no_adapters_is_said(server: RedisServer, url: str) -> None:
-    done = CliRunner().invoke(build_app(), ["adapters", "add", "x", PIRATE, "--redis-url", url, "--model", "other"])
+    done = invoked(["adapters", "add", "x", PIRATE, "--redis-url", url, "--model", "other"])
     assert "no service with --enable-lora has served other" in str(done.exception)

@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
@@ -30,6 +28,7 @@ from tandem.cluster.tenants.store import TenantStore
 from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.stats import OffloadStats
 from tests.support.fake_engine import FakeEngine
+from tests.support.verbs import invoked
 from tests.unit.tenants.tenant_rig import Named
 
 PIRATE, SHOUT = "a" * 64, "b" * 64
@@ -92,7 +91,7 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     prepare(server.url)
     run = RunFile(pid=1, started_at=0.0, url="http://x", model="demo", service_id="s", redis_url=server.url)
     monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", lambda: [run])
-    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    lines = invoked(["status"], catch_exceptions=False).output.splitlines()
     assert lines[0] == "demo on http://x (pid 1)"
     assert lines[1].startswith("  group g0")
     assert lines[2:] == [
@@ -103,13 +102,13 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     ]
     report = ScalingReport(groups=3, why="queue 41k tokens = 6.2 s > 2 s", held=2)
     asyncio.run(write(server.url, lambda redis: write_scaling(redis, "s", report)))
-    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    lines = invoked(["status"], catch_exceptions=False).output.splitlines()
     assert lines[1] == "  groups wanted 3  held 2: queue 41k tokens = 6.2 s > 2 s" and lines[2].startswith("  group g0")
     asyncio.run(write(server.url, lambda redis: redis.command("DEL", keys.scaling("s"))))
     monkeypatch.setattr(
         "tandem.cluster.process.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)]
     )
-    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    lines = invoked(["status"], catch_exceptions=False).output.splitlines()
     assert lines[0] == "demo on http://x (pid 1), stopping" and lines[1].startswith("  group g0")
 
 
@@ -125,7 +124,7 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
 
     monkeypatch.setattr("tandem.cluster.service.application.find_application", find)
     verb = ["status", "--app", "tandem", "--address", "head:6379"]
-    lines = CliRunner().invoke(build_app(), verb, catch_exceptions=False).output.splitlines()
+    lines = invoked(verb, catch_exceptions=False).output.splitlines()
     assert asked == [("tandem", "head:6379")]
     assert (
         lines[0] == "application tandem"
@@ -139,7 +138,7 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
     assert _title(monkeypatch, server.url, failed) == (
         "application tandem: the new version did not start: RuntimeError: no layers; the one before serves on"
     )
-    both = CliRunner().invoke(build_app(), [*verb, "--url", "http://x"])
+    both = invoked([*verb, "--url", "http://x"])
     assert both.exit_code and "not by both" in str(both.exception)
 
 
@@ -151,7 +150,7 @@ def _title(monkeypatch: pytest.MonkeyPatch, url: str, state: ApplicationState) -
 def _lines(monkeypatch: pytest.MonkeyPatch, url: str, state: ApplicationState) -> list[str]:
     found = Application("s", url, state, {"h": "10.0.0.2"})
     monkeypatch.setattr("tandem.cluster.service.application.find_application", lambda app, address: found)
-    return CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
+    return invoked(["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
 
 
 def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +171,7 @@ def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monke
     asyncio.run(write())
     state = ApplicationState("DEPLOYING", "", {})
     assert _title(monkeypatch, server.url, state) == "application tandem: updating, 12 held"
-    lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
+    lines = invoked(["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
     assert lines[1:4] == [
         "  gateway g1  requests in flight 20  node 10.0.0.2  pid 3  leaving",
         "  gateway g2  requests in flight 0  routing joint  node 10.0.0.2  pid 4",

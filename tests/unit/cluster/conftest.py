@@ -1,18 +1,17 @@
-"""A private Redis of each test, and a client of it."""
+"""A private Redis for each test, empty, and a client of it."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.redis_client import BackgroundClient
-from tests.support.private_redis import private_redis
+from tests.support.private_redis import ReusedRedis
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
+def server(reused_redis: ReusedRedis) -> RedisServer:
+    return reused_redis.empty()
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-import typer.testing
 
-from tandem.cluster.cli.main import build_app
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, read_config_file
+from tests.support.verbs import invoked
 
 JSON = '{"name": "c", "path": "z"}'
 
@@ -53,5 +52,5 @@ def test_a_config_file_may_use_each_form(tmp_path: Any) -> None:
 def test_the_command_line_takes_several_behind_one_flag() -> None:
     """The error names the adapter whose name comes again last, so all were read as adapters."""
     words = ["serve", "demo", "--enable-lora", "--lora-modules", "a=x", JSON, "c=y"]
-    done = typer.testing.CliRunner().invoke(build_app(), words)
+    done = invoked(words)
     assert str(done.exception) == "--lora-modules: c is given twice"

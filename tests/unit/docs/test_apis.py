@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.gateway.anthropic import messages_body
 from tandem.cluster.gateway.responses import responses_body
 from tandem.cluster.gateway.schemas.reading import Neutral
-from tests.support.private_redis import private_redis
+from tests.support.private_redis import ReusedRedis
 from tests.unit.gateway.rig import MODEL, gateway, served
 from tests.unit.gateway.test_response_store import ByKey, store_of
 from tests.unit.gateway.test_tool_calls import saying
@@ -28,21 +28,22 @@ def section(title: str) -> str:
 
 
 @pytest.mark.parametrize("title", PATHS)
-async def test_its_commands_are_answered(title: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_its_commands_are_answered(
+    title: str, reused_redis: ReusedRedis, capsys: pytest.CaptureFixture[str]
+) -> None:
     bodies = re.findall(r"-d '(\{.*?\})'", section(title), re.DOTALL)
     script = "".join(re.findall(r"```python\n(.*?)```", section(title), re.DOTALL))
     assert bodies and script
     assert f"http://127.0.0.1:8000{PATHS[title]}" in section(title)
-    with private_redis() as server:
-        redis = patient(server)
-        async with gateway(saying("A whale."), auth=ByKey(), store=store_of(redis)) as rig, served(rig.app) as url:
-            key = {"x-api-key": "none"}
-            for body in bodies:
-                answer = await rig.client.post(PATHS[title], json={**json.loads(body), "model": MODEL}, headers=key)
-                assert answer.status_code == 200, answer.text
-            script = script.replace("http://127.0.0.1:8000", url).replace('"demo"', f'"{MODEL}"')
-            await asyncio.to_thread(exec, script, {})
-        await redis.close()
+    redis = patient(reused_redis.empty())
+    async with gateway(saying("A whale."), auth=ByKey(), store=store_of(redis)) as rig, served(rig.app) as url:
+        key = {"x-api-key": "none"}
+        for body in bodies:
+            answer = await rig.client.post(PATHS[title], json={**json.loads(body), "model": MODEL}, headers=key)
+            assert answer.status_code == 200, answer.text
+        script = script.replace("http://127.0.0.1:8000", url).replace('"demo"', f'"{MODEL}"')
+        await asyncio.to_thread(exec, script, {})
+    await redis.close()
     assert capsys.readouterr().out.count("A whale.") == (3 if title == "Responses API" else 1)
 
 

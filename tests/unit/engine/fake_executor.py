@@ -66,7 +66,7 @@ def fake_embedding(kind: str, chain: list[int]) -> bytes:
 @dataclass(eq=False)
 class Row:
     """What a rank keeps of one bound row. states: of a mean, by position, computed since the row was bound. chain: of
-    the root and the tokens in chained."""
+    the root and the tokens in chained. slots: what the KV of these holds, of each group of layers."""
 
     tokens: list[int]
     prompt_len: int
@@ -80,6 +80,7 @@ class Row:
     states: dict[int, int] = field(default_factory=dict)
     chain: list[int] = field(default_factory=list)
     chained: tuple[str, list[int]] = ("", [])
+    slots: list[list[Slot]] = field(default_factory=list)
 
 
 class FakeExecutor:
@@ -406,13 +407,15 @@ class FakeExecutor:
     def _chain(self, row: Row) -> list[int]:
         """chain_of() its tokens; only what is new is computed."""
         root, known = self._root(row), len(row.chain)
-        if row.chained != (root, row.tokens[:known]):
-            row.chain, known = [], 0
-        row.chain += chain_of(root, row.tokens[known:], row.chain[-1] if known else None)
+        if not known or row.chained != (root, row.tokens[:known]):
+            row.chain, row.slots, known = [], [[] for _ in self.windows], 0
+        row.chain += (new := chain_of(root, row.tokens[known:], row.chain[-1] if known else None))
+        for group, slots in enumerate(row.slots):
+            slots += [(known + place, in_group(value, group)) for place, value in enumerate(new)]
         row.chained = (root, row.tokens[:])
         return row.chain[:]
 
-    def _check_kv(self, who: str, pool: list[list[Slot | None]], row: Row, group: int, chain: list[int]) -> None:
+    def _check_kv(self, who: str, pool: list[list[Slot | None]], row: Row, group: int) -> None:
         """Asserts that blocks hold what a row sees, unless it waits for a load that has failed, which is noted."""
         size, first = self.block_size, self._first_seen(row, group)
         for place in range(first // size, -(-row.computed // size)):
@@ -422,16 +425,15 @@ class FakeExecutor:
             if row.failed_load_of is not None:
                 return
             begin, end = max(first, place * size), min(row.computed, (place + 1) * size)
-            wanted = [(position, in_group(chain[position], group)) for position in range(begin, end)]
             found = pool[block_id][begin - place * size : end - place * size]
-            assert found == wanted, f"{who}: wrong KV at positions {begin} to {end}: {found}"
+            assert found == row.slots[group][begin:end], f"{who}: wrong KV at positions {begin} to {end}: {found}"
 
     def _compute(self, work: RowWork) -> RowResult | None:
         row = self.rows[work.row]
         chain = self._chain(row)
         for rank, pool in enumerate(self.pools):
             for group in range(len(self.windows)):
-                self._check_kv(f"rank {rank}, row {work.row}", pool, row, group, chain)
+                self._check_kv(f"rank {rank}, row {work.row}", pool, row, group)
                 if row.failed_load_of is not None:
                     break
         if row.failed_load_of is not None:

@@ -44,9 +44,11 @@ class Blind(FairQueue):
 def serving(queue: type[FairQueue] = FairQueue, **options: Any) -> Harness:
     """Prompts of 32 tokens in a step, room for all blocks that rows can want."""
     with mock.patch("tandem.workers.engine.waiting.waiting_queue.FairQueue", queue):
-        return harness(
+        made = harness(
             **{"num_blocks": 400, "max_num_seqs": ROWS, "max_num_queued_reqs": 100_000, "caching": False, **options}
         )
+    made.look_every = 10
+    return made
 
 
 def keep_waiting(h: Harness, tenant: str, most: int, numbers: Iterator[int], **options: Any) -> None:

@@ -39,7 +39,7 @@ def test_tenants_come_and_go() -> None:
     assert outcome.shares[0].wait <= 5
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(draw=st.data())
 def test_shares_and_first_tokens(draw: st.DataObject) -> None:
     """Any calm tenants beside a flood: each has the lesser of what it asks and its share."""
@@ -61,7 +61,7 @@ def test_shares_and_first_tokens(draw: st.DataObject) -> None:
     assert_fair(measure(tenants, room, steps=STEPS), 0.03)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(draw=st.data())
 def test_shares_and_first_tokens_where_blocks_are_scarce(draw: st.DataObject) -> None:
     """Half to three quarters of the blocks that the rows come to hold."""

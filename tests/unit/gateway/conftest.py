@@ -1,13 +1,13 @@
-"""A gateway for tests that need no other one, and a real Redis for each file that asks for one, empty for each test."""
+"""A gateway for tests that need no other one, and a real Redis, empty for each test."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.configs.schema import GatewaySettings
-from tests.support.private_redis import private_redis
+from tests.support.private_redis import ReusedRedis
 from tests.unit.gateway.rig import Rig, gateway
 from tests.unit.tenants.tenant_rig import patient
 
@@ -23,15 +23,13 @@ async def rig() -> AsyncIterator[Rig]:
         assert not rig.backend.streams
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
+@pytest.fixture
+def server(reused_redis: ReusedRedis) -> RedisServer:
+    return reused_redis.empty()
 
 
 @pytest.fixture
 async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
     client = patient(server)
-    await client.command("FLUSHALL")
     yield client
     await client.close()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.workers.messages.errors import QueueFull
-from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import MODEL, Rig, gateway, served
 from tests.unit.gateway.test_messages import TOOL
 from tests.unit.gateway.test_response_store import ByKey, store_of
 from tests.unit.gateway.test_responses import FORMATS, SETTINGS, THOUGHT, WEATHER
 from tests.unit.gateway.test_tool_calls import CALL, TEMPLATE, saying
-from tests.unit.tenants.tenant_rig import patient
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -24,14 +23,11 @@ USER: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    with private_redis() as server:
-        redis = patient(server)
-        backend = saying(TEXT, cached_tokens=4)
-        own = {"settings": SETTINGS, "template": TEMPLATE, "text": FORMATS}
-        async with gateway(backend, auth=ByKey(), store=store_of(redis), **own) as rig:  # type: ignore[arg-type]
-            yield rig
-        await redis.close()
+async def rig(redis: BackgroundClient) -> AsyncIterator[Rig]:
+    backend = saying(TEXT, cached_tokens=4)
+    own = {"settings": SETTINGS, "template": TEMPLATE, "text": FORMATS}
+    async with gateway(backend, auth=ByKey(), store=store_of(redis), **own) as rig:  # type: ignore[arg-type]
+        yield rig
 
 
 @pytest.fixture

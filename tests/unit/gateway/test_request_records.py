@@ -10,7 +10,6 @@ import pytest
 import typer.testing
 
 from tandem.cluster.cli.explain.explanation import explanation
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet import record_questions
 from tandem.cluster.fleet.record_questions import RecordQuestions
 from tandem.cluster.gateway.http.auth import StaticKeys
@@ -23,6 +22,7 @@ from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.course import Course, Phase
 from tests.support.fake_backend import FakeBackend
+from tests.support.verbs import invoked
 from tests.unit.gateway.rig import EOS, MODEL, error_of, gateway, served
 from tests.unit.tenants.tenant_rig import patient
 
@@ -145,7 +145,7 @@ async def test_the_verb(rig_of_admin: Any) -> None:
 
 
 async def tandem(*arguments: str) -> typer.testing.Result:
-    return await asyncio.to_thread(typer.testing.CliRunner().invoke, build_app(), arguments)
+    return await asyncio.to_thread(invoked, arguments)
 
 
 # ---- other gateways ----

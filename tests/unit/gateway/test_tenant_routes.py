@@ -19,7 +19,6 @@ from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.cluster.tenants.tenant_admission import Reservation
 from tandem.workers.messages.errors import QueueFull
 from tests.support.fake_backend import FakeBackend, fixed_script
-from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import CONTEXT, EOS, USER, Rig, error_of, events, gateway
 from tests.unit.tenants.tenant_rig import patient
 
@@ -53,26 +52,25 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def open_door(**backend: Any) -> AsyncIterator[Door]:
-    with private_redis() as server:
-        redis, requests = patient(server), RequestClient(lambda: server.url, timeout_s=20.0)
-        store = TenantStore(redis)
-        directory = TenantDirectory(store, clock=lambda: 0.0)
-        await directory.refresh()
-        quota = Quota(requests, directory, "g")
-        async with gateway(
-            FakeBackend(eos_token_ids=frozenset({EOS}), **backend),
-            auth=TenantKeys(StaticKeys((), ["root"]), directory, may_be_open=True, open_admin=True),
-            tenancy=quota,
-            tenants=StoreAdmin(store, directory),
-        ) as rig:
-            yield Door(rig, server, redis, quota)
-        await redis.close()
-        await requests.close()
+async def open_door(server: RedisServer, **backend: Any) -> AsyncIterator[Door]:
+    redis, requests = patient(server), RequestClient(lambda: server.url, timeout_s=20.0)
+    store = TenantStore(redis)
+    directory = TenantDirectory(store, clock=lambda: 0.0)
+    await directory.refresh()
+    quota = Quota(requests, directory, "g")
+    async with gateway(
+        FakeBackend(eos_token_ids=frozenset({EOS}), **backend),
+        auth=TenantKeys(StaticKeys((), ["root"]), directory, may_be_open=True, open_admin=True),
+        tenancy=quota,
+        tenants=StoreAdmin(store, directory),
+    ) as rig:
+        yield Door(rig, server, redis, quota)
+    await redis.close()
+    await requests.close()
 
 
-async def test_a_limited_tenant_sees_its_limits_on_every_answer() -> None:
-    async with open_door() as door:
+async def test_a_limited_tenant_sees_its_limits_on_every_answer(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", requests_per_minute=5, tokens_per_minute=1000)
         whole = await door.complete(acme)
         assert whole.headers["x-ratelimit-limit-requests"] == "5"
@@ -91,8 +89,8 @@ async def test_a_limited_tenant_sees_its_limits_on_every_answer() -> None:
         assert not [name for name in (await door.rig.client.get("/livez")).headers if name.startswith("x-ratelimit")]
 
 
-async def test_over_a_rate_is_429_with_a_time_to_come_back() -> None:
-    async with open_door() as door:
+async def test_over_a_rate_is_429_with_a_time_to_come_back(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", requests_per_minute=2)
         for stream in (False, True):
             assert (await door.complete(acme, stream=stream)).status_code == 200
@@ -114,16 +112,16 @@ async def test_over_a_rate_is_429_with_a_time_to_come_back() -> None:
         assert door.metric("tenant_rejections", tenant="acme", reason="requests") == 2
 
 
-async def test_retry_after_is_spread_and_bounded() -> None:
-    async with open_door() as door:
+async def test_retry_after_is_spread_and_bounded(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", requests_per_minute=1)
         await door.complete(acme)
         waits = [int((await door.complete(acme)).headers["retry-after"]) for _ in range(40)]
         assert max(waits) <= 60 and len(set(waits)) > 1
 
 
-async def test_a_budget_that_is_gone_is_insufficient_quota() -> None:
-    async with open_door() as door:
+async def test_a_budget_that_is_gone_is_insufficient_quota(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", token_budget=10)
         assert (await door.complete(acme, max_tokens=8)).json()["usage"]["total_tokens"] == 14
         answer = await door.complete(acme)
@@ -133,8 +131,8 @@ async def test_a_budget_that_is_gone_is_insufficient_quota() -> None:
         assert (await door.complete(acme)).status_code == 200
 
 
-async def test_a_client_that_leaves_gives_its_place_back_and_pays_what_it_got() -> None:
-    async with open_door(manual=True) as door:
+async def test_a_client_that_leaves_gives_its_place_back_and_pays_what_it_got(server: RedisServer) -> None:
+    async with open_door(server, manual=True) as door:
         acme = await door.add("acme", concurrency=1, tokens_per_minute=1000)
         leaving = asyncio.create_task(door.complete(acme, max_tokens=100, stream=True))
         await asyncio.wait_for(door.rig.backend.submitted.wait(), 30)
@@ -159,8 +157,8 @@ async def test_a_client_that_leaves_gives_its_place_back_and_pays_what_it_got() 
         assert door.metric("tenant_tokens", tenant="acme", kind="completion") == 4
 
 
-async def test_a_request_that_no_group_took_is_not_billed() -> None:
-    async with open_door(refuse=QueueFull("full")) as door:
+async def test_a_request_that_no_group_took_is_not_billed(server: RedisServer) -> None:
+    async with open_door(server, refuse=QueueFull("full")) as door:
         acme = await door.add("acme", concurrency=1, tokens_per_minute=50)
         for _ in range(20):
             answer = await door.complete(acme, max_tokens=40)
@@ -170,8 +168,8 @@ async def test_a_request_that_no_group_took_is_not_billed() -> None:
         assert door.metric("tenant_rejections", tenant="acme", reason="slow_down") == 20
 
 
-async def test_n_and_prompts_are_reserved_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_door() as door:
+async def test_n_and_prompts_are_reserved_together(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", token_budget=1000)
         granted: list[tuple[int, int]] = []
         admit = door.quota.admit
@@ -190,8 +188,8 @@ async def test_n_and_prompts_are_reserved_together(monkeypatch: pytest.MonkeyPat
         assert granted == [(12, 60)]
 
 
-async def test_chats_without_max_tokens_use_what_is_left_of_a_minute_below_the_context() -> None:
-    async with open_door(script=fixed_script([100, 101, EOS])) as door:
+async def test_chats_without_max_tokens_use_what_is_left_of_a_minute_below_the_context(server: RedisServer) -> None:
+    async with open_door(server, script=fixed_script([100, 101, EOS])) as door:
         acme = await door.add("acme", tokens_per_minute=CONTEXT // 2)
 
         async def chat(**more: Any) -> int:
@@ -204,8 +202,8 @@ async def test_chats_without_max_tokens_use_what_is_left_of_a_minute_below_the_c
         assert await chat(max_tokens=5) == 200
 
 
-async def test_tenants_share_no_cache_whatever_salt_they_send() -> None:
-    async with open_door() as door:
+async def test_tenants_share_no_cache_whatever_salt_they_send(server: RedisServer) -> None:
+    async with open_door(server) as door:
         headers = [await door.add("acme"), await door.add("acme-b"), {}]
         for sent in headers[:2]:
             for salt in (None, "x", "b/x"):
@@ -216,8 +214,8 @@ async def test_tenants_share_no_cache_whatever_salt_they_send() -> None:
         assert salts[0] == "acme/"
 
 
-async def test_a_tenants_priority_holds_where_a_request_names_none() -> None:
-    async with open_door() as door:
+async def test_a_tenants_priority_holds_where_a_request_names_none(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", priority=7)
         await door.complete(acme)
         await door.complete(acme, priority=0)
@@ -225,8 +223,8 @@ async def test_a_tenants_priority_holds_where_a_request_names_none() -> None:
         assert {request.tenant for request in door.rig.backend.requests} == {"acme"}
 
 
-async def test_the_admin_routes_do_what_the_command_does() -> None:
-    async with open_door() as door:
+async def test_the_admin_routes_do_what_the_command_does(server: RedisServer) -> None:
+    async with open_door(server) as door:
         first = await door.add("acme", concurrency=2)
         await door.add("beta", weight=0.5)
         listed = (await door.admin("GET")).json()
@@ -262,17 +260,17 @@ async def test_the_admin_routes_do_what_the_command_does() -> None:
     ],
 )
 async def test_admin_requests_that_are_wrong(
-    method: str, path: str, body: dict[str, Any] | None, status: int, param: str
+    server: RedisServer, method: str, path: str, body: dict[str, Any] | None, status: int, param: str
 ) -> None:
-    async with open_door() as door:
+    async with open_door(server) as door:
         await door.add("acme")
         answer = await door.admin(method, path, json=body)
         assert (answer.status_code, error_of(answer)["param"]) == (status, param)
         assert len((await door.admin("GET")).json()["data"]) == 1
 
 
-async def test_admin_routes_are_for_admin_keys_only() -> None:
-    async with open_door() as door:
+async def test_admin_routes_are_for_admin_keys_only(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme")
         for method, path in (("GET", ""), ("POST", ""), ("GET", "/acme"), ("PATCH", "/acme"), ("DELETE", "/acme")):
             answer = await door.rig.client.request(method, f"/admin/tenants{path}", headers=acme)
@@ -289,8 +287,8 @@ async def test_the_openapi_document_has_the_bodies_of_the_admin_routes() -> None
         assert document["paths"]["/admin/tenants/{name}"]["patch"]["parameters"][0]["name"] == "name"
 
 
-async def test_requests_go_on_when_redis_is_unavailable() -> None:
-    async with open_door() as door:
+async def test_requests_go_on_when_redis_is_unavailable(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme", requests_per_minute=4)  # the next one is there after 15 s
         assert (await door.complete(acme)).status_code == 200
         door.server.stop()
@@ -305,8 +303,8 @@ async def test_requests_go_on_when_redis_is_unavailable() -> None:
         assert (await door.admin("PATCH", "/acme", json={"concurrency": 1})).status_code == 200
 
 
-async def test_with_an_admin_key_alone_nobody_else_passes() -> None:
-    async with open_door() as door:
+async def test_with_an_admin_key_alone_nobody_else_passes(server: RedisServer) -> None:
+    async with open_door(server) as door:
         assert (await door.complete({})).status_code == 401
         assert (await door.complete(ROOT)).status_code == 200
         await door.rig.settle()
@@ -314,8 +312,8 @@ async def test_with_an_admin_key_alone_nobody_else_passes() -> None:
         assert (await door.complete(await door.add("acme"))).status_code == 200
 
 
-async def test_only_admins_read_of_tenants_in_the_metrics() -> None:
-    async with open_door() as door:
+async def test_only_admins_read_of_tenants_in_the_metrics(server: RedisServer) -> None:
+    async with open_door(server) as door:
         acme = await door.add("acme")
         await door.complete(acme)
         await door.rig.settle()

@@ -10,15 +10,14 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-import typer.testing
 
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
 from tandem.cluster.gateway.http.tls import ClientFiles, client_context, read_certificate, server_context
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import GatewaySettings
 from tests.support.certificates import Authority, Issued
+from tests.support.verbs import invoked
 from tests.unit.gateway.rig import COMPLETE, MINIMAL, gateway
 
 DEADLINE_S = 30.0
@@ -202,9 +201,9 @@ async def test_complete_shows_the_certificate_that_its_flags_name(authority: Aut
     flags = ["--ssl-certfile", mine.certfile, "--ssl-keyfile", mine.keyfile, "--ssl-ca-certs", authority.certfile]
     async with serving(tls(named, authority.certfile)) as (url, _):
         command = ["complete", "Once", "--url", url, "--max-tokens", "4", "--temperature", "0"]
-        done = await asyncio.to_thread(typer.testing.CliRunner().invoke, build_app(), [*command, *flags])
+        done = await asyncio.to_thread(invoked, [*command, *flags])
         assert (done.exit_code, done.stdout) == (0, "Onc\n")
-        done = await asyncio.to_thread(typer.testing.CliRunner().invoke, build_app(), [*command, *flags[4:]])
+        done = await asyncio.to_thread(invoked, [*command, *flags[4:]])
         assert isinstance(done.exception, EndpointError)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import typer.testing
 
-from tandem.cluster.cli.main import build_app
 from tandem.configs.errors import TandemError
+from tests.support.verbs import invoked
 
 ENGINE = ("--device", "cpu", "--dtype", "float32")
 
 
 def tandem(*arguments: str) -> typer.testing.Result:
-    return typer.testing.CliRunner().invoke(build_app(), arguments)
+    return invoked(arguments)
 
 
 def of_the_page(verb: str) -> list[str]:

@@ -42,24 +42,24 @@ def random_logits(vocab: int, seed: int = 0, spread: float = 3.0) -> Floats:
     return (np.rint(numbers * 64) / 64).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [*VOCABS, 151_936])
-def test_the_kept_set_ends_where_a_sort_says(kind: str, vocab: int) -> None:
+def test_the_kept_set_ends_where_a_sort_says(vocab: int) -> None:
     logits = random_logits(vocab, seed=1)
     for top_p in (0.4, 1.0) if vocab > 10**5 else (*np.linspace(0.01, 0.99, 9), 1e-300, 1 - 1e-16, 1.0):
         for top_k in (0, 1, vocab // 3, vocab):
             for min_p in (0.0, 0.25):
                 limits = {"top_k": top_k, "top_p": float(top_p), "min_p": min_p}
                 of_V = numpy_twin.exponents(logits)
-                same_kept(of_V, lowest_of(kind, logits, **limits), numpy_twin.lowest(of_V, **limits))
+                wanted = numpy_twin.lowest(of_V, **limits)
+                for kind in kinds_here():
+                    same_kept(of_V, lowest_of(kind, logits, **limits), wanted, kind, limits)
 
 
-def same_kept(exponents_V: Floats, one: float, other: float) -> None:
+def same_kept(exponents_V: Floats, one: float, other: float, *of: object) -> None:
     """Bounds may differ where they keep the same: minus infinity and the least exponent do."""
-    assert ((exponents_V >= one) == (exponents_V >= other)).all(), (one, other)
+    assert ((exponents_V >= one) == (exponents_V >= other)).all(), (one, other, of)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
@@ -74,7 +74,7 @@ def same_kept(exponents_V: Floats, one: float, other: float) -> None:
     temperature=st.sampled_from([1e-5, 0.7, 1.0, 2.0, 1e30]),
 )
 def test_flat_steep_tied_and_sparse_rows(
-    kind: str, seed: int, vocab: int, spread: float, distinct: int, forbidden: float, heavy: int, share: float,
+    seed: int, vocab: int, spread: float, distinct: int, forbidden: float, heavy: int, share: float,
     top_p: float, min_p: float, temperature: float,
 ) -> None:  # fmt: skip
     """The bound is that of a sort, alone and together with others, and the token is numpy's."""
@@ -92,10 +92,13 @@ def test_flat_steep_tied_and_sparse_rows(
         {"top_k": top_k, "top_p": top_p, "min_p": min_p}, {},
     ]  # fmt: skip
     for limits in every:
-        got = lowest_of(kind, logits, temperature=temperature, **limits)
-        same_kept(of_V, got, numpy_twin.lowest(of_V, **limits))
+        lowest = numpy_twin.lowest(of_V, **limits)
         wanted = numpy_twin.draw(logits, seed=seed, position=7, temperature=temperature, **limits)
-        assert draw(kind, torch.from_numpy(logits)[None], [7], seed=seed, temperature=temperature, **limits) == [wanted]
+        given_row = torch.from_numpy(logits)[None]
+        for kind in kinds_here():
+            same_kept(of_V, lowest_of(kind, logits, temperature=temperature, **limits), lowest, kind, limits)
+            drawn = draw(kind, given_row, [7], seed=seed, temperature=temperature, **limits)
+            assert drawn == [wanted], (kind, limits)
 
 
 def test_weights_are_exponentials_on_a_grid() -> None:
@@ -141,10 +144,9 @@ def test_rows_with_limits_and_without_are_cut_each_by_its_own_in_torch(monkeypat
     assert draw("torch", given, range(rows), **asked) == alone
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [*VOCABS, 151_936])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 30.0])
-def test_the_token_is_numpys(kind: str, vocab: int, spread: float) -> None:
+def test_the_token_is_numpys(vocab: int, spread: float) -> None:
     """Flat rows, where all ids are near to winning, and steep ones; alone and in a step with others, whose limits
     differ."""
     count = 2 if vocab > 10**5 else 30
@@ -155,11 +157,12 @@ def test_the_token_is_numpys(kind: str, vocab: int, spread: float) -> None:
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice")
     default = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     columns = {name: np.array([row.get(name, default.get(name)) for row in rows]) for name in names}
-    best, ids = ops_of(kind).best(logits)
-    draw_now(ops_of(kind), logits.clone(), best, ids, draws_of(count, **columns), positions)
-    assert ids.tolist() == wanted
-    alone = [draw(kind, logits[row : row + 1], positions[row : row + 1], **rows[row])[0] for row in range(count)]
-    assert alone == wanted
+    for kind in kinds_here():
+        best, ids = ops_of(kind).best(logits)
+        draw_now(ops_of(kind), logits.clone(), best, ids, draws_of(count, **columns), positions)
+        assert ids.tolist() == wanted, kind
+        alone = [draw(kind, logits[row : row + 1], positions[row : row + 1], **rows[row])[0] for row in range(count)]
+        assert alone == wanted, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)

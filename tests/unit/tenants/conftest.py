@@ -1,19 +1,18 @@
-"""One private Redis server per test."""
+"""A private Redis server for each test, empty."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.redis_client import BackgroundClient
-from tests.support.private_redis import private_redis
+from tests.support.private_redis import ReusedRedis
 from tests.unit.tenants.tenant_rig import Fleet, patient
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
+def server(reused_redis: ReusedRedis) -> RedisServer:
+    return reused_redis.empty()
 
 
 @pytest.fixture

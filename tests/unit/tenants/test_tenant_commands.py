@@ -6,10 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import typer.testing
 
 from tandem.cluster.cli.client.running_service import ServiceAt, model_on, service_at
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys
@@ -18,13 +16,14 @@ from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.cluster.tenants.usage_cap import UsageCap
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
+from tests.support.verbs import invoked
 from tests.unit.tenants.tenant_rig import patient
 
 
 def tandem(server: RedisServer, *arguments: str) -> str:
     """What goes to standard output."""
     command = (*arguments, "--redis-url", server.url)
-    done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+    done = invoked(command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -32,7 +31,7 @@ def tandem(server: RedisServer, *arguments: str) -> str:
 def removed(server: RedisServer, name: str) -> str:
     """What `tandem tenants rm` says on standard error."""
     command = ("tenants", "rm", name, "--redis-url", server.url)
-    return typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False).stderr
+    return invoked(command, catch_exceptions=False).stderr
 
 
 def test_a_tenant_from_its_first_key_to_its_end(server: RedisServer) -> None:
@@ -117,7 +116,7 @@ def test_usage_includes_what_is_kept_as_sums_and_says_so(server: RedisServer, tm
         await redis.close()
 
     asyncio.run(serve_two())
-    done = typer.testing.CliRunner().invoke(build_app(), ("usage", "--redis-url", server.url), catch_exceptions=False)
+    done = invoked(("usage", "--redis-url", server.url), catch_exceptions=False)
     assert done.stdout.splitlines()[1].split() == ["acme", "m", "-", "2", "10", "0", "14"]
     assert "1 earlier requests are kept as sums by hour" in done.stderr
     lines = tandem(server, "usage", "--format", "csv").splitlines()[1:]
@@ -130,7 +129,7 @@ def test_nothing_to_show_is_said(server: RedisServer) -> None:
         (("usage", "--tenant", "ghost"), "nothing was used by ghost"),
     ):
         command = (*arguments, "--redis-url", server.url)
-        done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+        done = invoked(command, catch_exceptions=False)
         assert done.exit_code == 0 and words in done.stderr and words not in done.stdout
 
 
@@ -138,7 +137,7 @@ def test_nothing_to_show_is_said(server: RedisServer) -> None:
 def test_without_a_service_all_say_the_same(verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", list)
     with pytest.raises(TandemError, match="start one with `tandem serve`, or give --redis-url"):
-        typer.testing.CliRunner().invoke(build_app(), verb, catch_exceptions=False)
+        invoked(verb, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("verb", [("adapters", "ls"), ("tenants", "ls"), ("usage",), ("status",)], ids=" ".join)
@@ -156,10 +155,10 @@ def test_all_take_the_address_of_a_service_that_runs_here(
     runs = [run_file(9001, "unix:///nowhere"), run_file(9000, server.url)]
     monkeypatch.setattr("tandem.cluster.process.run_files.read_run_files", lambda: runs)
     command = (*verb, "--url", "http://localhost:9000/v1")
-    done = typer.testing.CliRunner().invoke(build_app(), command, catch_exceptions=False)
+    done = invoked(command, catch_exceptions=False)
     assert done.exit_code == 0 and "9001" not in done.output
     with pytest.raises(SettingsError, match=r"is no service of yours that runs here; there is http://127.0.0.1:9001,"):
-        typer.testing.CliRunner().invoke(build_app(), (*verb, "--url", "http://far:9000"), catch_exceptions=False)
+        invoked((*verb, "--url", "http://far:9000"), catch_exceptions=False)
 
 
 def test_a_service_is_the_newest_or_the_one_that_is_named(

@@ -7,18 +7,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import typer.testing
 
-from tandem.cluster.cli.main import build_app, run_verb
+from tandem.cluster.cli.main import run_verb
 from tandem.configs.load import default_of
 from tandem.configs.options import OPTIONS
+from tests.support.verbs import invoked
 
 NAMES_OF_VERBS = ("serve", "run-batch", "chat", "complete", "status", "usage", "tenants", "check-config", "doctor")
 
 
 def printed(*arguments: str, columns: int = 80) -> str:
     """What `tandem ARGUMENTS` prints on a terminal of this width."""
-    done = typer.testing.CliRunner().invoke(build_app(), arguments, env={"COLUMNS": str(columns)})
+    done = invoked(arguments, env={"COLUMNS": str(columns)})
     assert done.exit_code == 0, done.output
     return done.output
 

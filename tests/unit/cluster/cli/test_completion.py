@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import typer.main
-import typer.testing
 
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.cli.shells.command_words import FlagWords, VerbWords, verbs_of
 from tandem.cluster.cli.shells.completion import SCRIPTS
 from tandem.configs.options import OPTIONS
+from tests.support.verbs import invoked
 
 START = {
     "bash": ["bash", "--noprofile", "--norc", "-i"],
@@ -66,7 +66,7 @@ def test_a_tab_completes_and_runs_no_tandem(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         assert shell != "bash"
         pytest.skip(f"{shell} is not installed")
-    script = typer.testing.CliRunner().invoke(build_app(), ["completion", shell])
+    script = invoked(["completion", shell])
     assert script.exit_code == 0
     (tmp_path / "script").write_text(script.output)
     (tmp_path / "service.yaml").write_text("")
@@ -103,5 +103,5 @@ def test_every_flag_and_value_is_in_every_script() -> None:
 
 
 def test_another_shell_is_refused_by_name() -> None:
-    refused = typer.testing.CliRunner().invoke(build_app(), ["completion", "tcsh"])
+    refused = invoked(["completion", "tcsh"])
     assert refused.exit_code == 2 and "tcsh" in refused.output and "bash" in refused.output

@@ -13,10 +13,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tandem.cluster.cli.base.planned_model import memory_of
-from tandem.cluster.cli.main import build_app, run_verb
+from tandem.cluster.cli.main import run_verb
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.preflight import cpu_weight_bytes
 from tandem.configs.errors import SettingsError
@@ -41,6 +40,7 @@ from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.loading import load_single
 from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.verbs import invoked
 
 CONTEXT = 256
 LLAMA_70B = {
@@ -388,7 +388,7 @@ def test_a_checkpoint_that_ranks_could_not_load_fits_nowhere(folder: Path, tmp_p
 
 def planned(folder: Path) -> None:
     """Runs the verb in this process."""
-    found = CliRunner().invoke(build_app(), ["plan", str(folder), "--device", "cpu"])
+    found = invoked(["plan", str(folder), "--device", "cpu"])
     if found.exception is not None:
         raise found.exception
 

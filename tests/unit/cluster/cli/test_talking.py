@@ -22,12 +22,12 @@ import typer.testing
 
 from tandem.cluster.cli.client.dialogue import Dialogue
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError, event_data
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.process.run_files import RunFile, write_run_file
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import QueueFull
 from tests.support.fake_backend import FakeBackend, fixed_script
+from tests.support.verbs import invoked
 from tests.unit.gateway.rig import EOS, Rig, gateway, served
 
 KEYS = GatewaySettings(api_keys=("sk-one",))
@@ -47,8 +47,7 @@ async def service(backend: FakeBackend | None = None, **options: Any) -> AsyncIt
 
 async def tandem(*arguments: str, typed: str = "") -> typer.testing.Result:
     """Runs a verb in this process with `typed` on its standard input."""
-    runner = typer.testing.CliRunner()
-    return await asyncio.to_thread(runner.invoke, build_app(), arguments, input=typed)
+    return await asyncio.to_thread(invoked, arguments, input=typed)
 
 
 def problem(result: typer.testing.Result) -> str:

@@ -6,13 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer.testing
 
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.cli.client.service_reading import ServiceReading
 from tandem.cluster.cli.live.top_figures import figures
 from tandem.cluster.cli.live.top_screen import ENTER, LEAVE, draw, lines_of, whole_screen
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, GroupTally
@@ -21,6 +19,7 @@ from tandem.configs.errors import TandemError
 from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.stats import TenantStats
 from tests.support.fake_engine import FakeEngine
+from tests.support.verbs import invoked
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -143,5 +142,5 @@ def test_the_screen_is_as_large_as_the_terminal_and_is_given_back(
     ],
 )
 def test_wrong_flags(flags: tuple[str, ...], words: str) -> None:
-    done = typer.testing.CliRunner().invoke(build_app(), ["top", *flags])
+    done = invoked(["top", *flags])
     assert isinstance(done.exception, TandemError) and words in str(done.exception)

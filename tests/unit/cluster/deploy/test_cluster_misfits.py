@@ -10,10 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import typer.testing
 
 from tandem.cluster.cli.base import cluster_report
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.deploy.cluster_misfits import (
     UNEXPECTED_TERMINATION,
     NodeReport,
@@ -23,6 +21,7 @@ from tandem.cluster.deploy.cluster_misfits import (
 )
 from tandem.cluster.deploy.node_probe import first_refusal, memory_threshold, with_reach
 from tandem.configs.limits import Ports
+from tests.support.verbs import invoked
 from tests.unit.cluster.deploy.test_doctor import CPU_BOX, GPU_BOX
 
 RANGE = Ports(20_000, 20_999)
@@ -149,7 +148,7 @@ def test_the_report_and_its_exit_status(other: NodeReport, as_json: bool, monkey
 
     monkeypatch.setattr(cluster_report, "_asked", answered)
     words = ["doctor", "--cluster", "--address", "h:1", "--model", "demo", "--port-range", "20000-20999"]
-    done = typer.testing.CliRunner().invoke(build_app(), [*words, *(["--json"] if as_json else [])])
+    done = invoked([*words, *(["--json"] if as_json else [])])
     fits = other == OTHER
     assert done.exit_code == (0 if fits else 1), done.output
     ((address, ports, model),) = asked
@@ -167,5 +166,5 @@ def test_the_report_and_its_exit_status(other: NodeReport, as_json: bool, monkey
 
 @pytest.mark.parametrize("words", [["--model", "demo"], ["--cluster", "--port-range", "5-1"]])
 def test_flags_that_mean_nothing_are_refused(words: list[str]) -> None:
-    done = typer.testing.CliRunner().invoke(build_app(), ["doctor", *words])
+    done = invoked(["doctor", *words])
     assert done.exit_code == 1 and words[-2] in str(done.exception) and words[-1] in str(done.exception)

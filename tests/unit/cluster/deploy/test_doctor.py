@@ -15,11 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-import typer.testing
 
 from tandem.cluster.cli.base import check_process
 from tandem.cluster.cli.base.check_process import self_checks
-from tandem.cluster.cli.main import build_app
 from tandem.cluster.cli.verbs.doctor import fact_rows, report_rows
 from tandem.cluster.deploy import machine_facts
 from tandem.cluster.deploy.devices import cuda_device_names
@@ -36,6 +34,7 @@ from tandem.cluster.deploy.preflight import choose_device
 from tandem.cluster.deploy.report_facts import group_limit, read_report_facts
 from tandem.configs.load import build_settings
 from tandem.workers.kernels.cpu import cpu_build
+from tests.support.verbs import invoked
 
 STORE = 80 * 2**20
 CPU_BOX = MachineFacts(
@@ -251,7 +250,7 @@ def test_the_exit_status_says_whether_all_fits(
 
     monkeypatch.setattr(machine_facts, "read_facts", lambda: facts)
     monkeypatch.setattr(check_process, "self_checks", events)
-    done = typer.testing.CliRunner().invoke(build_app(), ["doctor", *(["--json"] if as_json else [])])
+    done = invoked(["doctor", *(["--json"] if as_json else [])])
     assert done.exit_code == status, done.output
     if as_json:
         found = json.loads(done.stdout)
@@ -266,8 +265,8 @@ def test_the_exit_status_says_whether_all_fits(
 
 
 def test_wrong_usage_has_another_exit_status() -> None:
-    assert typer.testing.CliRunner().invoke(build_app(), ["doctor", "--jsn"]).exit_code == 2
-    assert typer.testing.CliRunner().invoke(build_app(), ["doctor", "demo"]).exit_code == 2
+    assert invoked(["doctor", "--jsn"]).exit_code == 2
+    assert invoked(["doctor", "demo"]).exit_code == 2
 
 
 # ---- the process of the checks ----

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,7 +15,6 @@ from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.load import build_settings
-from tests.support.private_redis import private_redis
 
 GIB = 2**30
 
@@ -41,12 +39,6 @@ class Screen(io.StringIO):
                 line = part + line[len(part) :]
             seen.append(line.rstrip())
         return seen
-
-
-@pytest.fixture
-def server() -> Iterator[RedisServer]:
-    with private_redis() as running:
-        yield running
 
 
 def record(group: str, loaded: int, total: int, state: GroupState = "loading") -> GroupRecord:

@@ -1,6 +1,6 @@
 """DurableMap and its copies over a real Redis: both layouts of the epoch, guards, losses, two who write back."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
@@ -11,7 +11,6 @@ from tandem.cluster.state.durable_map import DurableMap
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.map_copy import MapCopy
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tests.support.private_redis import private_redis
 
 OWN = keys.MapKeys("tandem:test:own", "tandem:test:own:id", "tandem:test:own:counter")
 SHARED = keys.MapKeys("tandem:test:shared", keys.SENTINEL, owns_id=False)
@@ -20,12 +19,6 @@ Defect = Callable[[pytest.MonkeyPatch], None]
 
 class Thing(msgspec.Struct, frozen=True):
     size: int
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
 
 
 @pytest.fixture

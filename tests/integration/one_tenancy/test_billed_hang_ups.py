@@ -11,7 +11,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,32 +20,17 @@ from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.messages.step import StepPlan
-from tests.support.ends import end_by_a_drain
-from tests.support.service import Service, tandem_serve, wait_for
+from tests.support.doors import bearer
+from tests.support.service import Service, wait_for
 from tests.support.usage import read_usage
 
 pytestmark = pytest.mark.cluster
-ADMIN = {"authorization": "Bearer root"}
-STEP_TOKENS = 32
+ADMIN = bearer("boss")
 PROMPT = 1500
-"""Tokens: some 47 steps of one prompt alone. None is the beginning of another: its first tokens are its number."""
+"""Tokens: some 23 steps of one prompt alone. None is the beginning of another: its first tokens are its number."""
 TOGETHER = 3
 """Clients that come and leave at once. A step has room for one prompt only, so the others wait."""
-WAIT_S, DRAIN_S = 60.0, 12
-
-
-@pytest.fixture(scope="module")
-def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("steps") / "steps.jsonl"
-
-
-@pytest.fixture(scope="module")
-def closed(step_log: Path) -> Iterator[Service]:
-    small = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4")
-    steps = ("--max-num-batched-tokens", str(STEP_TOKENS), "--step-log", str(step_log))
-    ends = ("--shutdown-timeout", str(DRAIN_S))
-    with tandem_serve("demo", *small, *steps, *ends, "--admin-api-key", "root") as running:
-        yield running
+WAIT_S = 60.0
 
 
 class BegunPrompts:
@@ -95,10 +80,6 @@ def made(service: Service, name: str, tokens_per_minute: int) -> str:
     key: str = answer.json()["key"]
     wait_for(lambda: service.get("/v1/models", headers=bearer(key)).status_code == 200, WAIT_S, "the key is known")
     return key
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def left_in_the_minute(service: Service, key: str) -> int:
@@ -207,7 +188,3 @@ def test_a_thousand_hang_ups_are_billed(closed: Service, step_log: Path) -> None
 @pytest.mark.chaos
 def test_a_thousand_hang_ups_use_up_the_minute(closed: Service, step_log: Path) -> None:
     check_the_minute(closed, step_log, "limited-thousand", 1000)
-
-
-def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests(closed: Service) -> None:
-    end_by_a_drain(closed, ADMIN, DRAIN_S)

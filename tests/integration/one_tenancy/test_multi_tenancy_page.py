@@ -3,17 +3,14 @@
 import asyncio
 import re
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.browser import enter_key, open_browser, say, tab
-from tests.support.ends import end_by_a_dead_ray
-from tests.support.service import BIN, Service, free_port, wait_for
+from tests.support.service import BIN, REPOSITORY, Service, wait_for
+from tests.support.verbs import run_verb_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "multi-tenancy.md").read_text()
+PAGE = (REPOSITORY / "docs" / "multi-tenancy.md").read_text()
 
 
 def statuses(output: str) -> list[int]:
@@ -33,7 +30,7 @@ def paste(service: Service, commands: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
+        cwd=REPOSITORY,
         env=service.environment,
         stdin=subprocess.DEVNULL,
     )
@@ -41,24 +38,16 @@ def paste(service: Service, commands: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    (start,) = re.findall(r"^    \.venv/bin/(tandem serve .*)$", PAGE, re.MULTILINE)
-    port = free_port()
-    command = [str(BIN / "tandem"), *start.split()[1:], "--port", str(port), "--device", "cpu"]
-    running = Service(command, port, cwd=ROOT)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.clean()
-
-
-def test_the_page_as_a_newcomer_pastes_it(service: Service) -> None:
+def test_the_page_as_a_newcomer_pastes_it(closed: Service) -> None:
     *blocks, bill = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-    tenants, adapters, answers, refusals, limit = paste(service, "\necho ---\n".join(blocks)).split("---\n")
+    tenants, adapters, answers, refusals, limit = paste(closed, "\necho ---\n".join(blocks)).split("---\n")
     accepted = 2 + statuses(limit).count(200)
-    wait_for(lambda: rows(paste(service, bill)) >= accepted, 60, "rows come a second or so after their requests")
-    usage = paste(service, bill)
+
+    def billed() -> bool:
+        return rows(run_verb_of(closed.temp, "usage", "--tenant", "alice", "--format", "csv").stdout) >= accepted
+
+    wait_for(billed, 60, "rows come a second or so after their requests")
+    usage = paste(closed, bill)
     assert "alice" in tenants and "bob" in tenants
     assert "pirate@" in adapters and "alice" in adapters and "public" in adapters
     assert statuses(answers) == [200, 200, 200]
@@ -73,10 +62,10 @@ def test_the_page_as_a_newcomer_pastes_it(service: Service) -> None:
 
 
 @pytest.mark.browser
-async def test_the_pages_in_a_browser(service: Service) -> None:
+async def test_the_pages_in_a_browser(closed: Service) -> None:
     """The walk is over, but its service still has two adapters and a tenant: an admin looks at them, and chats."""
-    async with open_browser() as browser, tab(browser, service.url) as page:
-        await page.goto(service.url)
+    async with open_browser() as browser, tab(browser, closed.url) as page:
+        await page.goto(closed.url)
         await enter_key(page, "boss")
         model = page.get_by_label("Model", exact=True)
         await model.select_option("shout")
@@ -99,15 +88,11 @@ async def test_the_pages_in_a_browser(service: Service) -> None:
         await page.get_by_role("article", name="Answer of demo").last.locator(".markdown").wait_for()
         await page.get_by_role("button", name="Stop").click()
         await page.get_by_text(re.compile("^stopped · first token after")).wait_for()
-        await asyncio.to_thread(wait_for, lambda: service.get("/load").json()["num_requests_running"] == 0, 30, "ended")
+        await asyncio.to_thread(wait_for, lambda: closed.get("/load").json()["num_requests_running"] == 0, 30, "ended")
         await page.get_by_role("button", name="Service").click()
         await page.get_by_role("table", name="Groups").get_by_text("serving").wait_for()
         await page.get_by_role("table", name="Adapters").get_by_role("row", name="pirate alice 1 group").wait_for()
         assert re.search("alice.*[1-9]", await page.get_by_role("table", name="Tenants").inner_text(), re.DOTALL)
         asked = {"model": "demo", "prompt": "Once", "max_tokens": 4}
-        await asyncio.to_thread(service.post, "/v1/completions", asked, headers={"authorization": "Bearer boss"})
+        await asyncio.to_thread(closed.post, "/v1/completions", asked, headers={"authorization": "Bearer boss"})
         await page.get_by_role("img", name=re.compile("Time to the first token, now: half within [1-9]")).wait_for()
-
-
-def test_a_service_whose_ray_has_died_ends_with_one_line(service: Service) -> None:
-    end_by_a_dead_ray(service)
