@@ -24,12 +24,11 @@ from tqdm import tqdm
 from benchmarks.record import RESULTS, write_record
 from benchmarks.service.trace_replay.trace import read_trace
 from tandem.cluster.routing.policies.policy_names import POLICIES
-from tandem.cluster.simulator.few_collections import few_collections
 from tandem.cluster.simulator.loads import LOADS, SimulatedRequest, TraceRow, generated_rows, make_load
 from tandem.cluster.simulator.setup import Setup
 from tandem.cluster.simulator.simulated_group import GroupKind
 from tandem.cluster.simulator.simulated_ranks import END, VOCAB_SIZE
-from tandem.cluster.simulator.simulation import Simulation
+from tandem.cluster.simulator.simulation import Simulation, few_collections
 from tandem.cluster.simulator.steps.fitted_times import FittedTimes, WorkCosts, read_step_times
 from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from tandem.workers.engine.admission import ModelFacts

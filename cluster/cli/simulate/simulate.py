@@ -15,9 +15,8 @@ from tandem.cluster.cli.simulate.simulate_flags import FleetFlags, ShownFlags, T
 from tandem.cluster.cli.simulate.simulate_load import read_load
 from tandem.cluster.cli.simulate.simulate_report import draw_runs, json_report, text_report
 from tandem.cluster.cli.simulate.simulated_service import group_kind, read_service
-from tandem.cluster.simulator.few_collections import few_collections
 from tandem.cluster.simulator.setup import Scaling, Setup, scaling_of
-from tandem.cluster.simulator.simulation import SimulatedRun, Simulation
+from tandem.cluster.simulator.simulation import SimulatedRun, Simulation, few_collections
 from tandem.cluster.simulator.steps.fitted_times import FittedTimes, read_step_times, write_step_times
 from tandem.cluster.simulator.steps.step_fit import fit_logs
 from tandem.configs.environment import PREFIX
