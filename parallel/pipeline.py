@@ -60,7 +60,7 @@ class StageLink:
         """Sends a StageOutput to the next stage. failed_1: what the stage before has said of itself; None on the first.
         Blocks only when as many sends are under way as there are stages."""
         assert len(kept) + 1 == self._sent, "the next stage expects others"
-        message = self._message(self._sent * len(hidden_TH))
+        message = self._next_message(len(hidden_TH))
         for part, each in zip(message[:-1].view(self._sent, *hidden_TH.shape), (hidden_TH, *kept), strict=True):
             part.copy_(each)
         message[-1:] = 0 if failed_1 is None else failed_1
@@ -68,7 +68,7 @@ class StageLink:
 
     def send_failure(self, num_tokens: int) -> None:
         """Send for a stage that has failed: zeros in place of its output."""
-        message = self._message(self._sent * num_tokens).zero_()
+        message = self._next_message(num_tokens).zero_()
         message[-1:] = 1
         self._send(message)
 
@@ -80,10 +80,14 @@ class StageLink:
     def _message(self, num_rows: int) -> torch.Tensor:
         return torch.empty(num_rows * self._hidden_size + 1, dtype=self._dtype, device=self._device)
 
-    def _send(self, message: torch.Tensor) -> None:
+    def _next_message(self, num_tokens: int) -> torch.Tensor:
+        """Returns memory for a message to send, so that no more than pp_size are there at once."""
         assert not self._context.is_last_stage
         while len(self._sending) >= self._context.pp_size:
             self._wait_oldest()
+        return self._message(self._sent * num_tokens)
+
+    def _send(self, message: torch.Tensor) -> None:
         pending = self._context.world.isend(message, self._context.rank + self._context.tp_size)
         self._sending.append((pending, message))
 

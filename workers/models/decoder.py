@@ -277,6 +277,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (the last layer's MLP output, the residual to add it to), both [T, H]; the next step may overwrite
         both."""
+        self.heard = None  # gives the memory of the last step back ahead of this one's
         embedded_TH = self._embedded(batch)
         residual_TH = hidden_TH if embedded_TH is None else embedded_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"

@@ -188,7 +188,7 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     results += activation_bytes(spec, mesh, tokens, 0, element_bytes) + ATTENTION_BYTES
     results += lists * (1 + MOST_PARTS + 2 * tokens)  # where attention reads in place, cut by a list a kind of layer
     results += max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
-    results += tap_bytes(draft_spec(settings), spec, mesh, tokens, element_bytes)
+    results += tap_bytes(draft_spec(settings), spec, mesh, tokens, element_bytes, is_captured=True)
     return results + _guess_bytes(spec, mesh, settings, element_bytes, max_model_len)
 
 

@@ -18,6 +18,8 @@ from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_la
 from tandem.workers.models.spec.parameters import ParameterTable
 from tandem.workers.models.spec.stage_taps import stage_taps
 
+Draft = ArchSpec | HeadSpec | None
+
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
@@ -87,7 +89,7 @@ def _whole(params: Iterable[Param]) -> int:
     return sum(param.num_elements for param in params)
 
 
-def draft_bytes(draft: ArchSpec | HeadSpec | None, spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> int:
+def draft_bytes(draft: Draft, spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> int:
     """Returns the bytes of a draft model's or a head's weights, which are whole on the rank at `mesh`, with tables of
     the model that a head has none of and this rank not all of. packs: as for rank_weights()."""
     if draft is None:
@@ -105,22 +107,19 @@ def draft_bytes(draft: ArchSpec | HeadSpec | None, spec: ArchSpec, mesh: Mesh, e
 
 
 def tap_bytes(
-    draft: ArchSpec | HeadSpec | None, spec: ArchSpec, mesh: Mesh, num_tokens: int, element_bytes: int
+    draft: Draft, spec: ArchSpec, mesh: Mesh, num_tokens: int, element_bytes: int, *, is_captured: bool = False
 ) -> int:
-    """Returns the bytes of what a step keeps on the rank at `mesh` for a head that reads several layers, and of the
-    copy for the stage behind."""
+    """Returns the bytes of what a step keeps on the rank at `mesh` for a head that reads several layers, and of copies
+    for the stage behind, of as many steps as may be under way. is_captured: of this stage's own layers alone."""
     if not isinstance(draft, HeadSpec) or mesh.tp_rank > 0:
         return 0
-    heard = len(stage_taps(draft.taps, spec.num_layers, mesh).heard)
-    return heard * (1 + (mesh.pp_rank < mesh.pp_size - 1)) * num_tokens * spec.hidden_size * element_bytes
+    taps, copies = stage_taps(draft.taps, spec.num_layers, mesh), mesh.pp_size * (mesh.pp_rank < mesh.pp_size - 1)
+    count = len(taps.own) if is_captured else len(taps.heard) * (1 + copies)
+    return count * num_tokens * spec.hidden_size * element_bytes
 
 
 def kv_token_bytes(
-    spec: ArchSpec,
-    mesh: Mesh,
-    kv_dtype: str,
-    windows: tuple[int | None, ...] = (None,),
-    draft: ArchSpec | HeadSpec | None = None,
+    spec: ArchSpec, mesh: Mesh, kv_dtype: str, windows: tuple[int | None, ...] = (None,), draft: Draft = None
 ) -> int:
     """Returns the bytes of one token's planes in a block on the rank at `mesh`, scales included. windows: of the groups
     of layers. draft: the draft model of this rank, whose layers are whole there."""

@@ -87,9 +87,15 @@ def run_fullest_steps(
             kept = [torch.zeros_like(hidden_TH) for _ in decoder.taps.passed]
         output = decoder.forward(batch.forward, kv.tensors, hidden_TH, kept)
         if not context.is_last_stage and decoder.heard is not None:
-            torch.stack((output, *decoder.heard.taps))  # as much as the message to the next stage
+            _hold_messages((output, *decoder.heard.taps), context.pp_size)
         if batch.sampling is not None:
             positions_S = batch.forward.positions_T[batch.forward.logits_rows_S] + 1
             batch.sampling.draw(output, platform.accelerator, positions_S, rows_there.tokens)
         used_bytes = max(used_bytes, kv.nbytes)
     return used_bytes
+
+
+def _hold_messages(parts: tuple[torch.Tensor, ...], most: int) -> int:
+    """Allocates as many messages to the next stage as may be under way at once (parallel/pipeline.py), and lets go of
+    them."""
+    return len([torch.stack(parts) for _ in range(most)])
