@@ -11,7 +11,7 @@ from tests.support.plain_http import plain_http
 
 TOKENS = 1200
 """Of a stream: it takes several seconds."""
-PAUSE_S = 8.0
+PAUSE_S = 2.0
 KNOCK_PERIOD_S = 0.2
 
 

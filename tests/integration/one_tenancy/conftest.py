@@ -11,7 +11,7 @@ from tests.support.ends import end_by_a_drain
 from tests.support.service import BIN, REPOSITORY, Service, free_port
 
 ROWS, BLOCKS, STEP_TOKENS = 8, 8192, 64
-DRAIN_S = 6
+DRAIN_S = 8
 
 
 @pytest.fixture(scope="package")
