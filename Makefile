@@ -95,7 +95,7 @@ quick: $(DEV) ## the unit tests that say most for their time, for while you work
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
 # An older CPU is imitated by hiding instructions from kernels and torch's libraries (configs/environment.py).
-test: $(DEV) ## all tests but those of check; some 19 minutes on 2 cores, half as long again on slow ones. ISA=avx512 or avx2 imitates an older CPU
+test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores, twice as long on slow ones. ISA=avx512 or avx2 imitates an older CPU
 	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive TANDEM_CPU_ISA=$(ISA) $(BIN)/python -m pytest tests --ignore=tests/architecture -n 4
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test

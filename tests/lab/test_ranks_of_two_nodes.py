@@ -27,7 +27,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(BY_NAME["llama-gqa"], tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(params=[(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.fixture(params=[pytest.param((2, 1), marks=pytest.mark.lab), (1, 2)], ids=["tp2", "pp2"])
 def group(request: pytest.FixtureRequest, lab: Lab, model_folder: Path) -> Iterator[RankGroup]:
     """A group whose coordinator is in this process, but on the network of node a."""
     nodes = list(lab.nodes.values())
