@@ -36,6 +36,7 @@ from tools.service_figures import (
     routes_section,
     scaling_section,
     simulated_routes_section,
+    simulator_section,
     updates_section,
     watched_section,
 )
@@ -429,6 +430,7 @@ def render() -> str:
         scaling_section(),
         cluster_section(),
         routes_section(),
+        simulator_section(),
         simulated_routes_section(),
         updates_section(),
         lost_nodes_section(),
