@@ -5,7 +5,6 @@ requests it gets another group. Its last test kills its launcher.
 Serve's own policy.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import yaml
 from tests.support.autoscaling_page import scaled_configs
 from tests.support.ends import end_by_a_killed_launcher
 from tests.support.plain_http import plain_http
+from tests.support.rising_load import ask_until_it_grows, groups_of
 from tests.support.service import Service, tandem_serve, wait_for
 from tests.support.stream import Stream
 from tests.support.verbs import run_verb_of
@@ -62,7 +62,7 @@ def test_a_service_wakes_for_a_request_and_sleeps_again(service: Service) -> Non
     assert "request held, and no group runs" in load["why"]
     assert lines[0] == ": keep-alive" and lines[-1] == "data: [DONE]" and "error" not in "".join(lines), lines
     assert service.get("/readyz").json() in ({"status": "ok"}, ASLEEP)
-    wait_for(lambda: groups(service) == 0, 30, f"it sleeps: {service.get('/load').text}")
+    wait_for(lambda: groups_of(service) == 0, 30, f"it sleeps: {service.get('/load').text}")
     assert service.get("/readyz").json() == ASLEEP
     shown = wait_for(lambda: said(service, "groups wanted 0: idle"), 10, "status says why")
     assert "  group " not in shown
@@ -78,24 +78,7 @@ def test_a_client_that_hangs_up_while_its_request_is_held_leaves_nothing(service
 
 
 def test_groups_follow_the_load(service: Service) -> None:
-    done = threading.Event()
-    statuses: list[int] = []
-
-    def keep_asking() -> None:
-        while not done.is_set():
-            statuses.append(service.post("/v1/completions", {**ASKED, "max_tokens": 400}).status_code)
-
-    threads = [threading.Thread(target=keep_asking) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: groups(service) == 2, 60, f"a second group: {service.output}")
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    wait_for(lambda: groups(service) < 2, 60, "back to fewer")
-    assert set(statuses) == {200}, "no request failed on the way up or down"
+    ask_until_it_grows(service, {**ASKED, "max_tokens": 400}, to=2)
     assert "did not start" not in service.output and "Traceback" not in service.output
 
 
@@ -106,10 +89,6 @@ def test_a_killed_launcher_takes_all_with_it_and_everything_is_named(service: Se
 def held_load(service: Service) -> dict[str, Any]:
     load: dict[str, Any] = service.get("/load").json()
     return load if load["requests_held"] == 1 else {}
-
-
-def groups(service: Service) -> int:
-    return int(service.get("/load").json()["groups"])
 
 
 def said(service: Service, words: str) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 
 from tandem import LLM
 from tests.support.mixed_requests import answers, greedy
+from tests.support.rising_load import ask_until_it_grows, groups_of
 from tests.support.service import (
     BIN,
     REPOSITORY,
@@ -70,35 +70,14 @@ def test_groups_follow_the_load_and_a_killed_launcher_takes_all_with_it(tmp_path
     file = tmp_path / "auto.yaml"
     file.write_text(yaml.safe_dump(AUTOSCALING))
     with tandem_serve("--config", str(file)) as service:
-        done = threading.Event()
-        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
-        statuses: list[int] = []
-
-        def keep_asking() -> None:
-            while not done.is_set():
-                statuses.append(service.post("/v1/completions", asked).status_code)
-
-        threads = [threading.Thread(target=keep_asking) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        try:
-            wait_for(lambda: groups(service) == 2, 60, f"a second group: {service.output}")
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-        wait_for(lambda: groups(service) == 1, 60, "back to one group")
-        assert set(statuses) == {200}, "no request failed on the way up or down"
+        ask_until_it_grows(service, {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, to=2)
+        wait_for(lambda: groups_of(service) == 1, 60, "back to one group")
         folder = next(service.temp.glob("td-*"))
         everyone = service.descendants()
         service.process.kill()
         service.process.wait(10)
         wait_for(lambda: not [p for p in everyone if is_alive(p)], 60, "all die")
         wait_for(lambda: not folder.exists(), 60, "the reaper removes the folder")
-
-
-def groups(service: Service) -> int:
-    return int(service.get("/load").json()["groups"])
 
 
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.models.decoder import Decoder, Heard
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.step_tensors import Heard
 
 Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
 

@@ -33,6 +33,7 @@ from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, RopeSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.stage_taps import StageTaps, stage_taps
+from tandem.workers.models.step_tensors import Heard, StepRoom
 from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
@@ -60,26 +61,6 @@ class DecoderAdapters(Protocol):
     def begin_head(self, rows: AdapterRows | None) -> None:
         """Runs before the head computes further rows of the step."""
         ...
-
-
-class StepRoom(NamedTuple):
-    """Memory of captured steps: the residual stream, what the last layer adds (on earlier stages their sum), logits;
-    what the stage's own taps hear."""
-
-    residual_TH: torch.Tensor
-    branch_TH: torch.Tensor
-    logits_SV: torch.Tensor
-    taps: tuple[torch.Tensor, ...] = ()
-
-
-class Heard(NamedTuple):
-    """Rests of a step, of all its tokens, until the next one: what the last layer adds, the residual stream, and the
-    stream before each of the layers that Decoder.listen() was told, as far as these are of this stage or one before it;
-    [T, H] each."""
-
-    branch_TH: torch.Tensor
-    residual_TH: torch.Tensor
-    taps: tuple[torch.Tensor, ...]
 
 
 class Table(NamedTuple):

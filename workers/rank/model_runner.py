@@ -24,7 +24,8 @@ from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import StepPlan
-from tandem.workers.models.decoder import Decoder, Heard
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess

@@ -16,7 +16,7 @@ from tandem.workers.kernels.step_arrays import sending_with
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget
-from tandem.workers.models.decoder import StepRoom
+from tandem.workers.models.step_tensors import StepRoom
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.captured.frame import PaddingRows
 from tandem.workers.rank.captured.framed_step import ReplayOutcome, StepParts

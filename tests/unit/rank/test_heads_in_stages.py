@@ -17,9 +17,10 @@ from tandem.parallel.mesh import Mesh
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.gguf.gguf_folder import gguf_folder
-from tandem.workers.models.decoder import Decoder, Heard, build_decoder
+from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.models.spec.stage_taps import StageTaps, stage_taps
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.planning.resolve import draft_spec, read_spec
 from tandem.workers.planning.sizes import draft_bytes, tap_bytes
 from tandem.workers.platforms.cpu import CpuPlatform

@@ -20,7 +20,8 @@ from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.kernels.sampling_ops import FixedSampling, RandomRows
 from tandem.workers.kernels.step_arrays import StepArrays, arrived
-from tandem.workers.models.decoder import Decoder, StepRoom
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.step_tensors import StepRoom
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room

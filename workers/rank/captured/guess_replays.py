@@ -21,7 +21,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch, OnDevice
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.logit_edits import RowTokens
 from tandem.workers.kernels.step_arrays import StepArrays
-from tandem.workers.models.decoder import Heard
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.planning.graph_room import GuessSize, most_edits
 from tandem.workers.platforms.device_rows import NO_DRAFT, PassedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import NO_GUESSES, Frame, with_room

@@ -16,7 +16,7 @@ from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import ColumnParallelLinear
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
-from tandem.workers.models.decoder import Heard, attention_of
+from tandem.workers.models.decoder import attention_of
 from tandem.workers.models.layers.attention_layer import AttentionLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
@@ -25,6 +25,7 @@ from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.config.head_config import EagleParams, HeadSpec
 from tandem.workers.models.spec.parameter_names import Role
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.base import Platform
 
 Embed = Callable[[torch.Tensor], torch.Tensor]

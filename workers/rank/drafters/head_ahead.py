@@ -17,7 +17,7 @@ import torch
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, OnDevice, StepShape
 from tandem.workers.kernels.step_arrays import Sent, StepArrays
-from tandem.workers.models.decoder import Heard
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import PassedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.guess_replays import AskedGuesses, GuessReplays, GuessStep

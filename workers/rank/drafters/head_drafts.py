@@ -17,7 +17,7 @@ import torch
 
 from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.kernels.step_arrays import StepArrays
-from tandem.workers.models.decoder import Heard
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_DRAFT, DeviceRows, PassedRows, StepRows
 from tandem.workers.rank.captured.guess_replays import GuessReplays, GuessStep

@@ -21,8 +21,8 @@ from tandem.parallel.embedding import VocabParallelHead
 from tandem.parallel.linear import ColumnParallelLinear
 from tandem.workers.attention.forward_batch import OnDevice
 from tandem.workers.kernels.step_arrays import StepArrays
-from tandem.workers.models.decoder import Heard
 from tandem.workers.models.spec.config.head_config import HeadSpec, MedusaParams
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_DRAFT, DeviceRows, PassedRows, StepRows
 from tandem.workers.rank.captured.guess_replays import AskedGuesses, GuessReplays, GuessStep

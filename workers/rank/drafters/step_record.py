@@ -13,7 +13,7 @@ import torch
 
 from tandem.workers.attention.forward_batch import OnDevice
 from tandem.workers.kernels.kv_store import NOT_KNOWN
-from tandem.workers.models.decoder import Heard
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.tensor_rows import SPARE_ROWS
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows
 from tandem.workers.speculation.proposer import Proposer

@@ -18,7 +18,7 @@ from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import ColumnParallelLinear
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
-from tandem.workers.models.decoder import Heard, attention_of
+from tandem.workers.models.decoder import attention_of
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
@@ -27,6 +27,7 @@ from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.head_config import HeadSpec, StreamParams
 from tandem.workers.models.spec.parameters import NormParams
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.drafters.eagle_head import Embed
 from tandem.workers.rank.drafters.medusa_drafts import Normed

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from tandem.workers.graphs.graph_runner import StartGraphs
-from tandem.workers.models.decoder import Heard
+from tandem.workers.models.step_tensors import Heard
 from tandem.workers.planning.graph_room import GuessSize, guess_sizes, table_widths
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.captured.frame import frame_memory
