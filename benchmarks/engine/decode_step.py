@@ -241,6 +241,10 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="times eager steps too")
     parser.add_argument("--profile", action="store_true", help="prints the time of each operator")
     options = parser.parse_args()
+    least = int(options.context * (1 - options.spread))
+    for count in options.positions or ():
+        if not 1 <= count <= least:
+            parser.error(f"--positions {count} must be from 1 to the least context, {least}")
     torch.set_num_threads(options.threads)
     spec, decoder, attention = build(options.model, getattr(torch, options.dtype), kv_dtypes_of(options))
     print(f"{options.model} {options.dtype}, {options.threads} threads, {decoder.weight_bytes / 1e9:.3f} GB of weights")
