@@ -105,7 +105,7 @@ def make_batch(query_len: int, seq_lens: list[int], *, checks_drafts: bool = Fal
     slots = [table[row, p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE for row, p in enumerate(positions)]
     count = len(seq_lens)
     return ForwardBatch(
-        input_ids_T=torch.randint(3, 1000, (count * query_len,)),
+        input_ids_T=torch.randint(3, 250, (count * query_len,)),
         positions_T=torch.cat(positions),
         slot_mapping_T=torch.cat(slots),
         query_starts=torch.arange(0, count * query_len + 1, query_len, dtype=torch.int32),
